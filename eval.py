@@ -1,0 +1,394 @@
+"""Problems, prompts, answers, and `python eval.py`: accuracy under dense and under compressed decoding.
+
+    python eval.py --model assets/model --data assets/long-heldout.jsonl --compressor snapkv --budget 512
+
+The check of an answer here is the reward in training: 1 if the last \\boxed{...} of the response equals the
+reference, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import re
+import shlex
+import sys
+import time
+import typing
+from dataclasses import asdict, dataclass, field, fields
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from kvcache import COMPRESSORS, check_settings
+from model import Decoder, load_model, read_json
+from rollout import Rollout, rollout
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+# ------------------------------------------------------------------------------------------ problems and prompts
+
+
+@dataclass(frozen=True)
+class Problem:
+    """prompt: text that is used as it is, or a list of chat messages {"role", "content"}; answer: the reference."""
+
+    prompt: str | list[dict[str, str]]
+    answer: str
+
+
+def reference_answer(row: dict) -> str | None:
+    """The reference in a row: `label`, `answer` (after #### if it has that), `final_answer`, or boxed in `solution`."""
+    for key in ("label", "answer", "final_answer"):
+        value = row.get(key)
+        value = value[0] if isinstance(value, list) and value else value
+        if value not in (None, "", []):
+            return str(value).split("####")[-1].strip()
+    return extract_answer(str(row.get("solution", "")))
+
+
+def load_problems(path) -> list[Problem]:
+    """Read a JSONL file: `prompt` (text or messages), or `question` / `problem`, and an answer in each row.
+
+    A row without an answer is left out, and how many were is printed. Raises ValueError naming file and line for
+    anything that is not such a row, and for a file without problems.
+    """
+    path, problems, unanswered = Path(path), [], 0
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read the problems in {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: a problem is a JSON object, not {type(row).__name__}")
+        prompt, question = row.get("prompt"), row.get("question") or row.get("problem")
+        if not prompt and not question:
+            raise ValueError(f"{path}, line {number}: no `prompt`, `question` or `problem` in this row")
+        answer = reference_answer(row)
+        if answer is None:
+            unanswered += 1
+            continue
+        problems.append(Problem(prompt or [{"role": "user", "content": str(question) + INSTRUCTION}], answer))
+    if unanswered:
+        print(f"{path}: {unanswered} of {unanswered + len(problems)} rows have no answer and are left out")
+    if not problems:
+        raise ValueError(f"{path} holds no problem with an answer")
+    return problems
+
+
+def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer) -> str:
+    """The prompt as text. Messages are laid out as ChatML if the tokenizer knows it, else as plain paragraphs."""
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer.token_to_id("<|im_start|>") is None:
+        return "\n\n".join(message["content"] for message in prompt) + "\n\n"
+    turns = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in prompt)
+    return turns + "<|im_start|>assistant\n"
+
+
+def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
+    """The folder's tokenizer and its EOS ids, from generation_config.json or else config.json (one or several)."""
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(f"{file} does not exist: only tokenizers in the tokenizer.json format are read")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{file} is not a tokenizer ({error})") from None
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+        if eos is not None:
+            return tokenizer, [eos] if isinstance(eos, int) else list(eos)
+    raise ValueError(f"{folder}: no eos_token_id in generation_config.json or config.json, so no response could end")
+
+
+# ------------------------------------------------------------------------------------------------------- answers
+
+
+def extract_answer(response: str) -> str | None:
+    """The content of the last complete \\boxed{...}, braces balanced; None if there is none."""
+    start = response.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for end in range(start + len("\\boxed"), len(response)):
+            depth += {"{": 1, "}": -1}.get(response[end], 0)
+            if depth == 0:
+                return response[start + len("\\boxed{") : end].strip()
+        start = response.rfind("\\boxed{", 0, start)
+    return None
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of an integer, decimal or a/b, thousands separators allowed; None for anything else."""
+    text = text.strip().strip("$").replace("\\$", "").replace("\\!", "").strip()
+    if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", text):
+        text = text.replace(",", "")
+    if len(text) > 100 or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(/\d+)?", text):
+        return None
+    top, _, bottom = text.partition("/")
+    return None if bottom and int(bottom) == 0 else Fraction(top) / int(bottom or 1)
+
+
+def is_equal(answer: str, reference: str) -> bool:
+    """Equal as exact numbers, else as strings without spaces, dollar signs and sizing commands."""
+    a, b = number(answer), number(reference)
+    if a is not None and b is not None:
+        return a == b
+
+    def plain(text: str) -> str:
+        return re.sub(r"\s|\$|\\left|\\right|\\[,!;]", "", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+
+    return plain(answer) == plain(reference)
+
+
+def is_correct(response: str, answer: str) -> bool:
+    """The reward: does the last boxed answer of the response equal the reference?"""
+    found = extract_answer(response)
+    return found is not None and is_equal(found, answer)
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased chance that one of k samples is right, from `correct` right of `samples` (Codex, 2107.03374)."""
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def sample_responses(
+    model: Decoder, prompts: list[list[int]], *, group_size: int, rows: int, progress=False, **settings
+) -> Rollout:
+    """`rollout` in batches of at most `rows` rows (at least one prompt); the responses do not depend on `rows`."""
+    step = max(1, rows // group_size)
+    batches = [prompts[i : i + step] for i in range(0, len(prompts), step)]
+    bar = tqdm(batches, desc="batches", leave=False, disable=not progress or len(batches) == 1)
+    return Rollout.cat([rollout(model, batch, group_size=group_size, progress=progress, **settings) for batch in bar])
+
+
+def evaluate(
+    model: Decoder, tokenizer: Tokenizer, eos_ids: list[int], problems: list[Problem], *, samples: int = 1, **settings
+) -> tuple[dict, list[dict]]:
+    """Accuracy of `samples` responses to each problem: (summary, one record a response).
+
+    settings: those of `sample_responses` and `rollout`. The standard error is over problems.
+    """
+    prompts = [tokenizer.encode(render(p.prompt, tokenizer), add_special_tokens=False).ids for p in problems]
+    r = sample_responses(model, prompts, group_size=samples, eos_ids=eos_ids, **settings)
+    records = []
+    for i in range(len(r.tokens)):
+        problem, text = problems[i // samples], tokenizer.decode(r.response(i))
+        records.append({
+            "problem": i // samples,
+            "response": text,
+            "extracted": extract_answer(text),
+            "answer": problem.answer,
+            "correct": is_correct(text, problem.answer),
+            "tokens": int(r.response_lengths[i]),
+            "finished": bool(r.finished[i]),
+        })
+    right = torch.tensor([record["correct"] for record in records]).view(-1, samples)  # (problems, samples)
+    means = right.double().mean(1)
+    summary = {
+        "accuracy": float(means.mean()),
+        "stderr": float(means.std() / len(means) ** 0.5) if len(means) > 1 else float("nan"),
+        "problems": len(problems),
+        "samples": samples,
+        "boxed": sum(record["extracted"] is not None for record in records) / len(records),
+        "truncated": 1 - float(r.finished.double().mean()),
+        "response_length": float(r.response_lengths.double().mean()),
+        "kv_saved": r.kv_saved,
+        "cache_bytes": sum(r.cache_bytes.values()),
+        "dense_bytes": r.dense_bytes,
+        "tokens_per_second": r.tokens_per_second,
+        "seconds": r.seconds,
+    }
+    k = 2
+    while k <= samples:
+        summary[f"pass@{k}"] = sum(pass_at_k(samples, int(c), k) for c in right.sum(1)) / len(right)
+        k *= 2
+    return summary, records
+
+
+# ---------------------------------------------------------------------------------- command lines from dataclasses
+
+
+def option(default, text: str, **keywords):
+    """A config field with its help text; keywords go to argparse."""
+    return field(default=default, metadata={"help": text, **keywords})
+
+
+def parse_config(config_class, argv: list[str] | None, prog: str, description: str):
+    """Make a command line from a dataclass of `option`s and parse it. Bad values end the program with exit code 2.
+
+    `@file` reads arguments from a file, # starts a comment there.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"python {prog} [--option value ...] [@file]   (--help explains every option)",
+        description=description,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
+    types = typing.get_type_hints(config_class)
+    for f in fields(config_class):
+        kind = [t for t in typing.get_args(types[f.name]) if t is not type(None)] or [types[f.name]]
+        keywords = {"help": f.metadata["help"], "default": f.default, "type": kind[0]}
+        if kind[0] is bool:
+            keywords = {"help": f.metadata["help"], "default": f.default, "action": argparse.BooleanOptionalAction}
+        parser.add_argument(f"--{f.name.replace('_', '-')}", **{**keywords, **{k: v for k, v in f.metadata.items() if k != "help"}})
+    values = vars(parser.parse_args(argv))
+    try:
+        return config_class(**values)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def pick_device(name: str, threads: int) -> torch.device:
+    """The torch device ("auto": an accelerator if there is one), after setting the CPU threads (0: all)."""
+    if threads:
+        torch.set_num_threads(threads)
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} is not usable here ({str(error).splitlines()[0]}): try --device cpu") from None
+    return torch.device(name)
+
+
+@contextlib.contextmanager
+def one_sentence(prog: str):
+    """Turn what a user can mend (ValueError, OSError) into one line on stderr and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def table(head: list[str], rows: list[list]) -> str:
+    """Rows as aligned text; floats with three decimals."""
+    cells = [head, *([f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in cells]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def megabytes(count: float) -> str:
+    """Bytes in MiB."""
+    return f"{count / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """What `python eval.py` measures."""
+
+    model: str = option(str(ASSETS / "model"), "Hugging Face folder")
+    data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
+    limit: int = option(0, "only the first so many problems; 0 takes all")
+    compressor: str = option("snapkv", "KV policy of the sparse row", choices=list(COMPRESSORS))
+    budget: int = option(512, "keys that survive a cut, per layer and KV head")
+    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
+    window: int = option(8, "newest tokens that always survive, and whose queries score the others")
+    samples: int = option(1, "responses to each problem; above 1 it reports mean@k (accuracy) and unbiased pass@k")
+    temperature: float = option(0.0, "0 is greedy; the paper evaluates at 0.8")
+    top_p: float = option(1.0, "nucleus; the paper evaluates at 0.95")
+    max_new_tokens: int = option(1000, "longest response; what is longer is graded as it stands")
+    rows: int = option(128, "responses sampled at a time; memory grows with it, results do not change")
+    out: str = option("", "folder for the responses and results; default runs/eval-<time>")
+    seed: int = option(0, "of the sampler's random numbers")
+    threads: int = option(0, "CPU threads; 0 takes all")
+    device: str = option("auto", "auto, cpu, cuda, mps")
+    dtype: str = option("float32", "of weights and cache", choices=["float32", "bfloat16", "float64"])
+
+    def __post_init__(self):
+        check_settings(self.compressor, self.budget, self.buffer, self.window)
+        for name in ("samples", "max_new_tokens", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.limit < 0 or self.threads < 0:
+            raise ValueError("--limit and --threads must be 0 or more")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"--temperature must be 0 (greedy) or above, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p must be above 0 and at most 1, not {self.top_p}")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"--samples {self.samples} greedy responses would all be the same: set --temperature")
+
+
+def new_folder(path: str, default: str) -> Path:
+    """Make an empty folder; ValueError if it holds something already."""
+    folder = Path(path or f"runs/{default}{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already: name another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    config = parse_config(EvalConfig, argv, "eval.py", "Accuracy of a model under dense and under compressed decoding.")
+    with one_sentence("eval.py"):
+        device = pick_device(config.device, config.threads)
+        problems = load_problems(config.data)[: config.limit or None]
+        tokenizer, eos_ids = load_tokenizer(config.model)
+        model = load_model(config.model, getattr(torch, config.dtype), device)
+        folder = new_folder(config.out, "eval-")
+    modes = ["full"] + [config.compressor] * (config.compressor != "full")
+    results = {}
+    for mode in modes:
+        summary, records = evaluate(
+            model,
+            tokenizer,
+            eos_ids,
+            problems,
+            samples=config.samples,
+            rows=config.rows,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            compressor=mode,
+            budget=config.budget,
+            buffer=config.buffer,
+            window=config.window,
+            generator=torch.Generator().manual_seed(config.seed),
+            progress=True,
+        )
+        results[mode] = summary
+        with (folder / f"responses-{mode}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    (folder / "results.json").write_text(json.dumps({"config": asdict(config), "results": results}, indent=2) + "\n")
+
+    one = results["full"]
+    print(f"{config.model} on {len(problems)} problems of {config.data}, {config.samples} response(s) each")
+    passes = [name for name in one if name.startswith("pass@")]
+    columns = ["accuracy", "stderr", *passes, "boxed", "truncated", "response_length", "kv_saved"]
+    head = ["decoding", *columns, "cache", "tokens/s"]
+    rows = [
+        ["dense" if mode == "full" else f"{mode}-{config.budget}", *(float(s[c]) for c in columns)]
+        + [megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
+        for mode, s in results.items()
+    ]
+    print(table(head, rows))
+    print(f"responses and results are in {folder}/")
+
+
+if __name__ == "__main__":
+    main()

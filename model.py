@@ -1,0 +1,323 @@
+"""A decoder-only transformer of the Llama family, from scratch.
+
+Covers Llama (1 to 3.2, SmolLM2), Qwen2 / Qwen2.5 and Qwen3: RMSNorm, rotary positions (RoPE), grouped-query
+attention (GQA), SwiGLU. It reads and writes ordinary Hugging Face folders (config.json and safetensors).
+
+Shapes, here and in every other file: B rows, T tokens, S cache slots, H query heads, K KV heads, D head
+dimension, L layers, V vocabulary, G group size, R response tokens.
+
+The model stores no cache. `hidden` and `forward` take one as an argument: any sequence of L objects with
+
+    attend(queries (B, H, T, D), keys (B, K, T, D), values (B, K, T, D), positions (B, T)) -> (B, H, T, D)
+
+that stores the new keys and values and says what the queries see. kvcache.py holds the real ones; a test can
+pass one that applies any visibility mask it likes. Batches are padded on the right: under causal attention
+padding there changes nothing on its left, so no mask is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The settings of config.json that this file implements; `raw` keeps the whole file for saving."""
+
+    vocab_size: int  # V
+    hidden_size: int
+    intermediate_size: int  # width of the SwiGLU
+    layers: int  # L
+    heads: int  # H
+    kv_heads: int  # K
+    head_dim: int  # D, free in Qwen3, elsewhere hidden_size / heads
+    norm_eps: float
+    rope: dict  # {"rope_type": "default" | "linear" | "llama3", "rope_theta": ..., and the type's own numbers}
+    tied: bool  # the head is the embedding matrix
+    qkv_bias: bool  # Qwen2
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # Qwen3: RMSNorm on each head's queries and keys
+    raw: dict = field(repr=False, default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> ModelConfig:
+        """Read config.json in either dialect (`rope_theta`/`rope_scaling` or `rope_parameters`).
+
+        Raises ValueError naming the setting if it is missing or not implemented: never an approximation.
+        """
+
+        def need(key: str):
+            if raw.get(key) is None:
+                raise ValueError(f"config.json has no {key!r}: is this a complete Hugging Face model folder?")
+            return raw[key]
+
+        def refuse(condition: bool, key: str) -> None:
+            if condition:
+                raise ValueError(f"config.json: {key} = {raw.get(key)!r} is not implemented in model.py")
+
+        kind = need("model_type")
+        refuse(kind not in MODEL_TYPES, "model_type")
+        refuse(raw.get("hidden_act", "silu") != "silu", "hidden_act")
+        refuse(bool(raw.get("attention_dropout")), "attention_dropout")
+        refuse(raw.get("quantization_config") is not None, "quantization_config")
+        refuse(bool(raw.get("use_sliding_window")), "use_sliding_window")
+        refuse(any(t != "full_attention" for t in raw.get("layer_types") or ()), "layer_types")
+        refuse(raw.get("partial_rotary_factor", 1.0) != 1.0, "partial_rotary_factor")
+
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+        rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
+        if rope["rope_type"] not in ("default", "linear", "llama3"):
+            raise ValueError(f"config.json: rope_type = {rope['rope_type']!r} is not implemented in model.py")
+
+        heads = need("num_attention_heads")
+        bias = bool(raw.get("attention_bias", False))
+        config = cls(
+            vocab_size=need("vocab_size"),
+            hidden_size=need("hidden_size"),
+            intermediate_size=need("intermediate_size"),
+            layers=need("num_hidden_layers"),
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or need("hidden_size") // heads,
+            norm_eps=need("rms_norm_eps"),
+            rope=rope,
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=bias or kind == "qwen2",
+            output_bias=bias and kind != "qwen2",
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            raw=raw,
+        )
+        if config.heads % config.kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads = {config.heads} is not a multiple of "
+                f"num_key_value_heads = {config.kv_heads}"
+            )
+        return config
+
+
+# ------------------------------------------------------------------------------------------- rotary positions
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair of dimensions, (D/2,), fp32 (RoFormer 2104.09864; Llama 3.1 for `llama3`)."""
+    rope, half = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    frequencies = rope["rope_theta"] ** (-half / config.head_dim)  # (D/2,)
+    if rope["rope_type"] == "linear":
+        return frequencies / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        # Slow pairs are stretched by `factor`, fast ones left alone, with a linear blend between the two.
+        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (keep + (1 - keep) / rope["factor"])
+    return frequencies
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) of x (B, heads, T, D) by the angles in cos, sin (B, 1, T, D/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+# --------------------------------------------------------------------------------------------------- the layers
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the statistics in at least fp32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.weight * F.rms_norm(wide, (x.shape[-1],), eps=self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: each of the K KV heads serves H/K neighbouring query heads."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden_size, bias=c.output_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache) -> Tensor:
+        def split(y: Tensor) -> Tensor:  # (B, T, heads * D) -> (B, heads, T, D)
+            return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        q = rotate(self.q_norm(split(self.q_proj(x))), cos, sin)  # (B, H, T, D)
+        k = rotate(self.k_norm(split(self.k_proj(x))), cos, sin)  # (B, K, T, D)
+        v = split(self.v_proj(x))  # (B, K, T, D)
+        if cache is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            out = cache.attend(q, k, v, positions)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, cache) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, positions, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """The whole model. Parameter names are those of a Hugging Face file less the leading `model.`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
+        """Final hidden states (B, T, hidden) of tokens (B, T).
+
+        positions (B, T) are the tokens' places in their own sequence (0, 1, ... by default). A cache takes a
+        position below 0 as padding. With a cache, the tokens continue what it holds.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        x = self.embed_tokens(tokens)  # (B, T, hidden)
+        frequencies = rope_frequencies(self.config).to(x.device)
+        angles = positions[:, None, :, None] * frequencies  # (B, 1, T, D/2), fp32
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, positions, None if cache is None else cache[index])
+        return self.norm(x)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., hidden), in at least fp32."""
+        logits = F.linear(hidden, self.embed_tokens.weight if self.config.tied else self.lm_head.weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
+        """Logits (B, T, V) of tokens (B, T): `head(hidden(...))`."""
+        return self.head(self.hidden(tokens, positions, cache))
+
+
+# --------------------------------------------------------------------------------------------- loading and saving
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in `path`; ValueError names the file if it is missing or broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: a model is a folder with config.json and safetensors") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the shards named by the index, or the single file."""
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    files = [folder / name for name in names]
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{file} does not exist: the weights of {folder} are incomplete")
+    return files
+
+
+def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Decoder:
+    """Load a Hugging Face folder, one tensor at a time, strictly: every tensor used once, none missing.
+
+    Accepted beside the parameters: a stored `lm_head.weight` equal to a tied embedding, and the `inv_freq`
+    buffers of old files. Raises ValueError naming the file and tensor for anything else.
+    """
+    folder = Path(folder)
+    with torch.device("meta"):  # shapes without memory
+        decoder = Decoder(ModelConfig.from_dict(read_json(folder / "config.json")))
+    expected = decoder.state_dict()
+    state: dict[str, Tensor] = {}
+    stored_head = None
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    short = name.removeprefix("model.")
+                    tensor = tensors.get_tensor(name)
+                    if short.endswith("rotary_emb.inv_freq"):
+                        continue
+                    if short == "lm_head.weight" and decoder.config.tied:
+                        stored_head = tensor
+                        continue
+                    if short not in expected or short in state:
+                        raise ValueError(f"{file}: {'second' if short in state else 'unexpected'} tensor {name!r}")
+                    if tensor.shape != expected[short].shape:
+                        raise ValueError(
+                            f"{file}: {name} has shape {tuple(tensor.shape)}, "
+                            f"config.json asks for {tuple(expected[short].shape)}"
+                        )
+                    if not tensor.is_floating_point():
+                        raise ValueError(f"{file}: {name} has dtype {tensor.dtype}; only floating point is implemented")
+                    state[short] = tensor.to(device, dtype, copy=True)  # a copy: the file may change later
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+    missing = sorted(expected.keys() - state.keys())
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+    if stored_head is not None and not torch.equal(stored_head.to(device, dtype), state["embed_tokens.weight"]):
+        raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
+    decoder.load_state_dict(state, assign=True)
+    return decoder
+
+
+def save_model(decoder: Decoder, folder) -> None:
+    """Write config.json and model.safetensors, with the names other tools expect. Keys we do not use survive."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = next(decoder.parameters()).dtype
+    raw = dict(decoder.config.raw)
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    state = decoder.state_dict()
+    named = {name if name == "lm_head.weight" else f"model.{name}": t.contiguous() for name, t in state.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
