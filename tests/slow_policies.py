@@ -1,0 +1,122 @@
+"""The policies once more, slowly: one row and one KV head at a time, from the formulas of design section 4.
+
+Nothing is shared with kvcache.py. Keys are named by their positions. A policy returns a score for each position it
+decides about, those of `held` (in increasing order) outside the window.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+Scores = dict[int, float]  # position -> score
+
+
+@dataclass(frozen=True)
+class Past:
+    """All that one KV head of one row has met."""
+
+    queries: Tensor  # (G, T, D) float64, of the query heads it serves
+    keys: Tensor  # (T, D) float64
+    sees: list[list[int]]  # the positions that each query attended to
+    draws: list[float] = field(default_factory=list)  # one per position
+
+    def logits(self, g: int, p: int, positions: list[int]) -> Scores:
+        """q k / sqrt(D) of query head g at position p."""
+        scale = math.sqrt(self.keys.shape[-1])
+        return dict(zip(positions, (self.keys[positions] @ self.queries[g, p] / scale).tolist(), strict=True))
+
+
+def softmax(logits: Scores) -> Scores:
+    top = max(logits.values())
+    powers = {j: math.exp(x - top) for j, x in logits.items()}
+    total = sum(powers.values())
+    return {j: x / total for j, x in powers.items()}
+
+
+def max_pool(scores: Scores, kernel: int) -> Scores:
+    """The largest score among the `kernel` neighbours in the cache, itself in the middle."""
+    values, reach = list(scores.values()), kernel // 2
+    return {j: max(values[max(0, n - reach) : n + reach + 1]) for n, j in enumerate(scores)}
+
+
+def streaming(past: Past, held: list[int], window: int, sinks: int = 4) -> Scores:
+    return {j: math.inf if j < sinks else j for j in held[:-window]}
+
+
+def random(past: Past, held: list[int], window: int) -> Scores:
+    return {j: past.draws[j] for j in held[:-window]}
+
+
+def h2o(past: Past, held: list[int], window: int) -> Scores:
+    received = dict.fromkeys(held[:-window], 0.0)
+    G = len(past.queries)
+    for p in range(held[-1] + 1):
+        for g in range(G):
+            for j, weight in softmax(past.logits(g, p, past.sees[p])).items():
+                if j in received:
+                    received[j] += weight / G
+    return received
+
+
+def snapkv(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
+    attention = dict.fromkeys(held[:-window], 0.0)
+    G = len(past.queries)
+    for p in held[-window:]:
+        for g in range(G):
+            weights = softmax(past.logits(g, p, [j for j in held if j <= p]))
+            for j in attention:
+                attention[j] += weights[j] / (window * G)
+    return max_pool(attention, kernel)
+
+
+def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float = 0.1, similar: float = 0.5) -> Scores:
+    older, n = held[:-window], len(held)
+    importance = dict.fromkeys(older, 0.0)
+    for p in held[-window:]:
+        heads = [past.logits(g, p, older) for g in range(len(past.queries))]
+        for j, share in softmax({j: max(logits[j] for logits in heads) for j in older}).items():
+            importance[j] += share / window
+    importance = max_pool(importance, kernel)
+
+    unit = past.keys[held] / past.keys[held].norm(dim=-1, keepdim=True)
+    cosine = (unit @ unit.T).tolist()
+    for i in range(n):
+        cosine[i][i] = 0.0
+        alike = [j for j in range(n) if cosine[i][j] > similar]
+        if alike:
+            cosine[i][alike[-1]] = 0.0
+    redundancy = softmax({held[j]: sum(cosine[i][j] for i in range(n)) / n for j in range(n)})
+    return {j: weight * importance[j] - (1 - weight) * redundancy[j] for j in older}
+
+
+POLICIES = {"streaming": streaming, "random": random, "h2o": h2o, "snapkv": snapkv, "rkv": rkv, "pyramidkv": snapkv}
+
+
+def survivors(scores: Scores, held: list[int], window: int, budget: int) -> list[int]:
+    """The window, and the best of the others: of two equal scores the newer."""
+    ascending = sorted(scores, key=lambda j: (scores[j], j))
+    return sorted(ascending[len(held) - budget :]) + held[-window:]
+
+
+def assert_same_choice(kept: list[int], scores: Scores, held: list[int], window: int, budget: int) -> None:
+    """`kept` is what these scores keep; keys may only be exchanged whose scores differ by rounding (but do differ)."""
+    expected = survivors(scores, held, window, budget)
+    assert len(kept) == len(expected)
+    exchanged = [scores.get(j, math.inf) for j in set(kept) ^ set(expected)]
+    if exchanged:
+        gap = max(exchanged) - min(exchanged)
+        assert 0 < gap < 1e-6 * max(1.0, abs(max(exchanged))), f"kept {kept}, the formula keeps {expected}"
+
+
+def draw(seed: int, stream: int, position: int) -> float:
+    """SplitMix64 of a row's seed, then of that plus stream and position, in Python's own integers."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    return (mix((mix(seed) + (stream << 32) + position) % 2**64) >> 40) / 2**24
