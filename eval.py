@@ -100,6 +100,11 @@ def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer) -> str:
     return turns + "<|im_start|>assistant\n"
 
 
+def encode(problems: list[Problem], tokenizer: Tokenizer) -> list[list[int]]:
+    """The token ids of each problem's prompt."""
+    return [tokenizer.encode(render(p.prompt, tokenizer), add_special_tokens=False).ids for p in problems]
+
+
 def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
     """The folder's tokenizer and its EOS ids, from generation_config.json or else config.json (one or several)."""
     folder = Path(folder)
@@ -151,7 +156,9 @@ def is_equal(answer: str, reference: str) -> bool:
         return a == b
 
     def plain(text: str) -> str:
-        return re.sub(r"\s|\$|\\left|\\right|\\[,!;]", "", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+        return re.sub(
+            r"\s|\$|\\left|\\right|\\[,!;]", "", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+        )
 
     return plain(answer) == plain(reference)
 
@@ -181,26 +188,29 @@ def sample_responses(
 
 
 def evaluate(
-    model: Decoder, tokenizer: Tokenizer, eos_ids: list[int], problems: list[Problem], *, samples: int = 1, **settings
+    model: Decoder, tokenizer: Tokenizer, eos_ids: list[int], problems: list[Problem], *, samples=1, seed=0, **settings
 ) -> tuple[dict, list[dict]]:
     """Accuracy of `samples` responses to each problem: (summary, one record a response).
 
     settings: those of `sample_responses` and `rollout`. The standard error is over problems.
     """
-    prompts = [tokenizer.encode(render(p.prompt, tokenizer), add_special_tokens=False).ids for p in problems]
-    r = sample_responses(model, prompts, group_size=samples, eos_ids=eos_ids, **settings)
+    prompts = encode(problems, tokenizer)
+    generator = torch.Generator().manual_seed(seed)
+    r = sample_responses(model, prompts, group_size=samples, eos_ids=eos_ids, generator=generator, **settings)
     records = []
     for i in range(len(r.tokens)):
         problem, text = problems[i // samples], tokenizer.decode(r.response(i))
-        records.append({
-            "problem": i // samples,
-            "response": text,
-            "extracted": extract_answer(text),
-            "answer": problem.answer,
-            "correct": is_correct(text, problem.answer),
-            "tokens": int(r.response_lengths[i]),
-            "finished": bool(r.finished[i]),
-        })
+        records.append(
+            {
+                "problem": i // samples,
+                "response": text,
+                "extracted": extract_answer(text),
+                "answer": problem.answer,
+                "correct": is_correct(text, problem.answer),
+                "tokens": int(r.response_lengths[i]),
+                "finished": bool(r.finished[i]),
+            }
+        )
     right = torch.tensor([record["correct"] for record in records]).view(-1, samples)  # (problems, samples)
     means = right.double().mean(1)
     summary = {
@@ -224,18 +234,27 @@ def evaluate(
     return summary, records
 
 
+def dense_and_sparse(model, tokenizer, eos_ids, problems, *, compressor: str, budget: int, **settings) -> dict:
+    """`evaluate` with dense decoding and, unless it is `full`, with this compressor: {name: (summary, records)}."""
+    modes = {"dense": "full"} | ({} if compressor == "full" else {f"{compressor}-{budget}": compressor})
+    return {
+        name: evaluate(model, tokenizer, eos_ids, problems, compressor=mode, budget=budget, **settings)
+        for name, mode in modes.items()
+    }
+
+
 # ---------------------------------------------------------------------------------- command lines from dataclasses
 
 
-def option(default, text: str, **keywords):
-    """A config field with its help text; keywords go to argparse."""
-    return field(default=default, metadata={"help": text, **keywords})
+def option(default, text: str, choices=None):
+    """A config field with its help text and, perhaps, the values it may take."""
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 def parse_config(config_class, argv: list[str] | None, prog: str, description: str):
-    """Make a command line from a dataclass of `option`s and parse it. Bad values end the program with exit code 2.
+    """Make a command line from a dataclass of `option`s and parse it: (config, names that were given).
 
-    `@file` reads arguments from a file, # starts a comment there.
+    `@file` reads arguments from a file, # starts a comment there. Bad values end the program with exit code 2.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -243,19 +262,20 @@ def parse_config(config_class, argv: list[str] | None, prog: str, description: s
         description=description,
         fromfile_prefix_chars="@",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
     parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
     types = typing.get_type_hints(config_class)
     for f in fields(config_class):
-        kind = [t for t in typing.get_args(types[f.name]) if t is not type(None)] or [types[f.name]]
-        keywords = {"help": f.metadata["help"], "default": f.default, "type": kind[0]}
-        if kind[0] is bool:
-            keywords = {"help": f.metadata["help"], "default": f.default, "action": argparse.BooleanOptionalAction}
-        parser.add_argument(f"--{f.name.replace('_', '-')}", **{**keywords, **{k: v for k, v in f.metadata.items() if k != "help"}})
-    values = vars(parser.parse_args(argv))
+        kind = next(t for t in (*typing.get_args(types[f.name]), types[f.name]) if t is not type(None))
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        text = f"{f.metadata['help']} (default: {f.default if f.default != '' else 'none'})"
+        if f.metadata["choices"]:
+            how["choices"] = f.metadata["choices"]
+        parser.add_argument(f"--{f.name.replace('_', '-')}", help=text.replace("%", "%%"), **how)
+    given = vars(parser.parse_args(argv))
     try:
-        return config_class(**values)
+        return config_class(**given), given
     except ValueError as error:
         parser.error(str(error))
 
@@ -269,7 +289,9 @@ def pick_device(name: str, threads: int) -> torch.device:
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} is not usable here ({str(error).splitlines()[0]}): try --device cpu") from None
+        raise ValueError(
+            f"--device {name} is not usable here ({str(error).splitlines()[0]}): try --device cpu"
+        ) from None
     return torch.device(name)
 
 
@@ -287,7 +309,10 @@ def table(head: list[str], rows: list[list]) -> str:
     """Rows as aligned text; floats with three decimals."""
     cells = [head, *([f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in cells]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+        for r in cells
+    ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
@@ -333,60 +358,61 @@ class EvalConfig:
             raise ValueError(f"--samples {self.samples} greedy responses would all be the same: set --temperature")
 
 
-def new_folder(path: str, default: str) -> Path:
-    """Make an empty folder; ValueError if it holds something already."""
-    folder = Path(path or f"runs/{default}{time.strftime('%Y%m%d-%H%M%S')}")
+def append(path: Path, records: list[dict]) -> None:
+    """Add records to a JSONL file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def new_folder(folder: Path) -> None:
+    """Make a folder; ValueError if it holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already: name another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config = parse_config(EvalConfig, argv, "eval.py", "Accuracy of a model under dense and under compressed decoding.")
+    config, _ = parse_config(
+        EvalConfig, argv, "eval.py", "Accuracy of a model under dense and under compressed decoding."
+    )
     with one_sentence("eval.py"):
         device = pick_device(config.device, config.threads)
         problems = load_problems(config.data)[: config.limit or None]
         tokenizer, eos_ids = load_tokenizer(config.model)
         model = load_model(config.model, getattr(torch, config.dtype), device)
-        folder = new_folder(config.out, "eval-")
-    modes = ["full"] + [config.compressor] * (config.compressor != "full")
-    results = {}
-    for mode in modes:
-        summary, records = evaluate(
-            model,
-            tokenizer,
-            eos_ids,
-            problems,
-            samples=config.samples,
-            rows=config.rows,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            compressor=mode,
-            budget=config.budget,
-            buffer=config.buffer,
-            window=config.window,
-            generator=torch.Generator().manual_seed(config.seed),
-            progress=True,
-        )
-        results[mode] = summary
-        with (folder / f"responses-{mode}.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    (folder / "results.json").write_text(json.dumps({"config": asdict(config), "results": results}, indent=2) + "\n")
+        folder = Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
+        new_folder(folder)
+    results = dense_and_sparse(
+        model,
+        tokenizer,
+        eos_ids,
+        problems,
+        compressor=config.compressor,
+        budget=config.budget,
+        buffer=config.buffer,
+        window=config.window,
+        samples=config.samples,
+        seed=config.seed,
+        rows=config.rows,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        progress=True,
+    )
+    for name, (_, records) in results.items():
+        append(folder / f"responses-{name}.jsonl", records)
+    summaries = {name: summary for name, (summary, _) in results.items()}
+    (folder / "results.json").write_text(json.dumps({"config": asdict(config), "results": summaries}, indent=2) + "\n")
 
-    one = results["full"]
     print(f"{config.model} on {len(problems)} problems of {config.data}, {config.samples} response(s) each")
-    passes = [name for name in one if name.startswith("pass@")]
+    passes = [name for name in summaries["dense"] if name.startswith("pass@")]
     columns = ["accuracy", "stderr", *passes, "boxed", "truncated", "response_length", "kv_saved"]
-    head = ["decoding", *columns, "cache", "tokens/s"]
     rows = [
-        ["dense" if mode == "full" else f"{mode}-{config.budget}", *(float(s[c]) for c in columns)]
-        + [megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
-        for mode, s in results.items()
+        [name, *(float(s[c]) for c in columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
+        for name, s in summaries.items()
     ]
-    print(table(head, rows))
+    print(table(["decoding", *columns, "cache", "tokens/s"], rows))
     print(f"responses and results are in {folder}/")
 
 

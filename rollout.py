@@ -64,11 +64,15 @@ class Rollout:
         def rows(name: str) -> Tensor:
             tensors = [getattr(part, name) for part in parts]
             width = max(t.shape[-1] for t in tensors)
-            return torch.cat([t if t.ndim == 1 else torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
+            return torch.cat(
+                [t if t.ndim == 1 else torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors]
+            )
 
         largest = max(parts, key=lambda part: sum(part.cache_bytes.values()))
         return Rollout(
-            **{name: rows(name) for name in ("tokens", "prompt_lengths", "response_lengths", "logp_sparse", "finished")},
+            **{
+                name: rows(name) for name in ("tokens", "prompt_lengths", "response_lengths", "logp_sparse", "finished")
+            },
             cached_tokens=sum(part.cached_tokens for part in parts),
             dense_tokens=sum(part.dense_tokens for part in parts),
             cache_bytes=largest.cache_bytes,
@@ -175,7 +179,7 @@ def rollout(
     eos = torch.tensor(list(eos_ids), device=device)
     cached_tokens = dense_tokens = 0.0
     rows = torch.arange(N)  # the response that each active row of the cache belongs to
-    for t in tqdm(range(max_new_tokens), desc="rollout", unit="tok", leave=False, disable=not progress):
+    for t in tqdm(range(max_new_tokens), desc="rollout", unit="tok", leave=False, mininterval=0.5, disable=not progress):
         cached_tokens += cache.tokens
         dense_tokens += float((prompt_lengths[rows] + t).sum())
         here = rows.to(device)
@@ -192,9 +196,12 @@ def rollout(
         logits = model.head(model.hidden(token[:, None], positions, cache)[:, 0])  # (B, V)
 
     R = int(response_lengths.max())
-    sequences = [prompt + ids[:n] for prompt, ids, n in zip(
-        [p for p in prompts for _ in range(group_size)], responses.tolist(), response_lengths.tolist(), strict=True
-    )]
+    sequences = [
+        prompt + ids[:n]
+        for prompt, ids, n in zip(
+            [p for p in prompts for _ in range(group_size)], responses.tolist(), response_lengths.tolist(), strict=True
+        )
+    ]
     item = torch.empty(0, dtype=dtype).element_size()
     dense_slots = N * int(tokens.shape[1] + max_new_tokens)
     return Rollout(

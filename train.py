@@ -28,7 +28,9 @@ from tqdm import tqdm
 from eval import (
     ASSETS,
     Problem,
-    evaluate,
+    append,
+    dense_and_sparse,
+    encode,
     is_correct,
     load_problems,
     load_tokenizer,
@@ -57,6 +59,9 @@ from kvcache import COMPRESSORS, check_settings
 from model import Decoder, load_model, read_json, save_model
 from rollout import Rollout, cache_for
 
+# What a resumed run may change: more of the same, and how it is reported.
+FREE = ("steps", "eval_every", "save_every", "sample_every", "rollout_rows", "dry_run", "resume")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -65,7 +70,10 @@ class Config:
     # What is trained, on what, and where it goes
     model: str = option(str(ASSETS / "model"), "Hugging Face folder to start from")
     data: str = option(str(ASSETS / "long-train.jsonl"), "training problems, JSONL")
-    eval_data: str = option(str(ASSETS / "long-heldout.jsonl"), "held-out problems; '' evaluates nothing")
+    eval_data: str | None = option(
+        None,
+        "held-out problems, '' for no evaluation; by default the -heldout file beside a -train file, if there is one",
+    )
     out: str = option("", "run folder; default runs/<time>")
     resume: str = option("", "continue the run in this folder from its newest checkpoint, with its settings")
     dry_run: bool = option(False, "print the plan (lengths, memory, whether anything is evicted) and stop")
@@ -76,7 +84,9 @@ class Config:
     window: int = option(8, "newest tokens that always survive, and whose queries score the others")
     prompts: int = option(8, "prompts a step")
     group_size: int = option(8, "G, responses to each prompt")
-    max_new_tokens: int = option(1000, "longest response; what is longer is graded as it stands and counts as truncated")
+    max_new_tokens: int = option(
+        1000, "longest response; what is longer is graded as it stands and counts as truncated"
+    )
     temperature: float = option(1.0, "of the sampler and of every log-prob; training has no top-p or top-k")
     rollout_rows: int = option(256, "responses sampled at a time; memory grows with it, results do not change")
     # The objective
@@ -86,7 +96,9 @@ class Config:
     clip_low: float = option(0.2, "the staleness ratio is clipped below at 1 - this")
     clip_high: float = option(0.2, "and above at 1 + this")
     kl_coef: float = option(0.0, "beta, weight of the KL to the starting weights; 0 keeps no reference model")
-    aggregation: str = option("response", "mean per response (GRPO), token (DAPO), constant (Dr. GRPO)", choices=AGGREGATIONS)
+    aggregation: str = option(
+        "response", "mean per response (GRPO), token (DAPO), constant (Dr. GRPO)", choices=AGGREGATIONS
+    )
     normalize_std: bool = option(True, "divide advantages by the group's std")
     # The optimizer
     steps: int = option(15, "training steps, one rollout each")
@@ -131,6 +143,27 @@ class Config:
         must(0 <= self.weight_decay < math.inf, "weight_decay", "must be at least 0")
         must(self.max_grad_norm > 0, "max_grad_norm", "must be above 0 (inf never clips)")
         must(self.prompts % self.updates == 0, "updates", f"must divide the {self.prompts} prompts of a step")
+
+    @property
+    def cache(self) -> dict:
+        """The settings of the sampler's cache."""
+        return {name: getattr(self, name) for name in ("compressor", "budget", "buffer", "window")}
+
+
+@dataclass
+class Job:
+    """A run with everything it needs loaded."""
+
+    config: Config
+    folder: Path
+    start: int  # steps done already
+    decoder: Decoder
+    reference: Decoder | None  # the starting weights, if the KL is on
+    optimizer: torch.optim.Optimizer
+    tokenizer: Tokenizer
+    eos_ids: list[int]
+    problems: list[Problem]
+    held_out: list[Problem]
 
 
 # ---------------------------------------------------------------------------------------------------- one step
@@ -182,104 +215,79 @@ def score(decoder: Decoder, r: Rollout, config: Config) -> tuple[Tensor, Tensor]
 
 
 def update(
-    decoder: Decoder,
-    optimizer: torch.optim.Optimizer,
-    r: Rollout,
-    rows: Tensor,
-    advantages: Tensor,
-    logp_old: Tensor,
-    logp_ref: Tensor | None,
-    config: Config,
+    job: Job, r: Rollout, rows: Tensor, advantages: Tensor, logp_old: Tensor, logp_ref: Tensor | None
 ) -> dict[str, float]:
     """One optimizer update on these rows of the rollout; skipped whole where nothing would teach."""
-    device = decoder.embed_tokens.weight.device
-    c = correct(
-        logp_old[rows], r.logp_sparse[rows], r.mask[rows], config.correction, epsilon=config.epsilon, xi_cap=config.xi_cap
-    )
+    config, device = job.config, job.decoder.embed_tokens.weight.device
+    how = {"correction": config.correction, "epsilon": config.epsilon, "xi_cap": config.xi_cap}
+    c = correct(logp_old[rows], r.logp_sparse[rows], r.mask[rows], **how)
     if not has_signal(advantages[rows], c):
-        return {"updates_skipped": 1.0}
-    totals = {"total": len(rows), "total_tokens": int(r.mask[rows].sum()), "weight_mean": float(c.weight_mean)}
+        return {"skipped": 1.0}
+    job.optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
-    optimizer.zero_grad(set_to_none=True)
     batches = list(micro_batches(rows, r.prompt_lengths + r.response_lengths, config.micro_tokens))
     for batch in tqdm(batches, desc="update", leave=False):
-        logp, _ = dense_logprobs(decoder, r, batch, config.temperature)
+        logp, _ = dense_logprobs(job.decoder, r, batch, config.temperature)
+        given = (logp_old, r.logp_sparse, advantages, r.mask)
         loss, metrics = policy_loss(
             logp,
-            logp_old[batch].to(device),
-            r.logp_sparse[batch].to(device),
-            advantages[batch].to(device),
-            r.mask[batch].to(device),
+            *(x[batch].to(device) for x in given),
             logp_ref=None if logp_ref is None else logp_ref[batch].to(device),
-            correction=config.correction,
-            epsilon=config.epsilon,
+            **how,
             clip=(config.clip_low, config.clip_high),
             kl_coef=config.kl_coef,
-            xi_cap=config.xi_cap,
             aggregation=config.aggregation,
             max_length=config.max_new_tokens,
-            **totals,
+            total=len(rows),
+            total_tokens=int(r.mask[rows].sum()),
+            weight_mean=float(c.weight_mean),
         )
         loss.backward()
-        for name, value in metrics.items():  # each is its share of the update's value
+        for name, value in metrics.items():  # each micro-batch has its share of the update's value
             sums[name] = sums.get(name, 0) + value
-    norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.max_grad_norm)
-    optimizer.step()
-    return {"updates_skipped": 0.0, "grad_norm": float(norm), **{name: float(value) for name, value in sums.items()}}
+    norm = torch.nn.utils.clip_grad_norm_(job.decoder.parameters(), config.max_grad_norm)
+    job.optimizer.step()
+    return {"skipped": 0.0, "grad_norm": float(norm)} | {name: float(value) for name, value in sums.items()}
 
 
-def train_step(
-    decoder: Decoder,
-    reference: Decoder | None,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: Tokenizer,
-    eos_ids: list[int],
-    problems: list[Problem],
-    config: Config,
-    step: int,
-) -> tuple[dict[str, float], list[dict]]:
+def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
     """Sample, grade, score, update. Returns the step's metrics and one record a response."""
-    chosen = [problems[i] for i in pick_problems(len(problems), config.prompts, step, config.seed)]
-    prompts = [tokenizer.encode(render(p.prompt, tokenizer), add_special_tokens=False).ids for p in chosen]
+    config = job.config
+    chosen = [job.problems[i] for i in pick_problems(len(job.problems), config.prompts, step, config.seed)]
     r = sample_responses(
-        decoder,
-        prompts,
+        job.decoder,
+        encode(chosen, job.tokenizer),
         group_size=config.group_size,
         rows=config.rollout_rows,
         max_new_tokens=config.max_new_tokens,
-        eos_ids=eos_ids,
+        eos_ids=job.eos_ids,
         temperature=config.temperature,
-        compressor=config.compressor,
-        budget=config.budget,
-        buffer=config.buffer,
-        window=config.window,
+        **config.cache,
         generator=generator(config.seed, "rollout", step),
         progress=True,
     )
-    texts = [tokenizer.decode(r.response(i)) for i in range(len(r.tokens))]
-    answers = [p.answer for p in chosen for _ in range(config.group_size)]
-    rewards = torch.tensor([float(is_correct(text, answer)) for text, answer in zip(texts, answers, strict=True)])
+    owners = [problem for problem in chosen for _ in range(config.group_size)]
+    texts = [job.tokenizer.decode(r.response(i)) for i in range(len(owners))]
+    rewards = torch.tensor([float(is_correct(text, p.answer)) for text, p in zip(texts, owners, strict=True)])
     advantages = group_advantages(rewards, config.group_size, normalize_std=config.normalize_std)
 
-    began = time.perf_counter()
-    logp_old, entropy = score(decoder, r, config)
-    logp_ref = score(reference, r, config)[0] if reference is not None else None
-    scoring_seconds = time.perf_counter() - began
+    scoring = time.perf_counter()
+    logp_old, entropy = score(job.decoder, r, config)
+    logp_ref = score(job.reference, r, config)[0] if job.reference else None
+    updating = time.perf_counter()
+    parts = torch.arange(len(owners)).chunk(config.updates)
+    reports = [update(job, r, rows, advantages, logp_old, logp_ref) for rows in parts]
+    ended = time.perf_counter()
 
-    began = time.perf_counter()
-    parts = torch.arange(len(r.tokens)).chunk(config.updates)
-    reports = [update(decoder, optimizer, r, rows, advantages, logp_old, logp_ref, config) for rows in parts]
-    update_seconds = time.perf_counter() - began
-
-    done = [report for report in reports if "grad_norm" in report]
+    done = [report for report in reports if not report["skipped"]]
     names = ("policy_loss", "kl_ref", "clip_low", "clip_high", "clamped", "grad_norm")
     metrics = {
         "step": step + 1,
         **reward_metrics(rewards, config.group_size),
         **mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon),
         "entropy": float(entropy[r.mask].mean()),
-        **{name: sum(report[name] for report in done) / len(done) if done else 0.0 for name in names},
-        "updates_skipped": sum(report["updates_skipped"] for report in reports),
+        **{name: sum(report[name] for report in done) / max(1, len(done)) for name in names},
+        "updates_skipped": len(reports) - len(done),
         "response_length": float(r.response_lengths.double().mean()),
         "truncated": 1 - float(r.finished.double().mean()),
         "tokens": int(r.response_lengths.sum()),
@@ -287,24 +295,24 @@ def train_step(
         "cache_bytes": sum(r.cache_bytes.values()),
         "dense_bytes": r.dense_bytes,
         "rollout_seconds": r.seconds,
-        "scoring_seconds": scoring_seconds,
-        "update_seconds": update_seconds,
+        "scoring_seconds": updating - scoring,
+        "update_seconds": ended - updating,
         "tokens_per_second": r.tokens_per_second,
     }
     accepted = correct(logp_old, r.logp_sparse, r.mask, config.correction, epsilon=config.epsilon).accepted
     records = [
         {
             "step": step + 1,
-            "prompt": render(chosen[i // config.group_size].prompt, tokenizer),
+            "prompt": render(owners[i].prompt, job.tokenizer),
             "response": texts[i],
-            "answer": answers[i],
+            "answer": owners[i].answer,
             "reward": float(rewards[i]),
             "advantage": float(advantages[i]),
             "accepted": bool(accepted[i]),
             "tokens": int(r.response_lengths[i]),
             "finished": bool(r.finished[i]),
         }
-        for i in range(len(texts))
+        for i in range(len(owners))
     ]
     return metrics, records
 
@@ -312,221 +320,227 @@ def train_step(
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 
-def save_checkpoint(run: Path, step: int, decoder: Decoder, optimizer: torch.optim.Optimizer, source: str) -> Path:
-    """Write checkpoints/step-NNNNNN: a Hugging Face folder, and the optimizer's state. Complete or not there."""
-    final = run / "checkpoints" / f"step-{step:06d}"
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "vocab*", "merges.txt", "*.jinja")
+
+
+def save_checkpoint(job: Job, step: int) -> None:
+    """Write checkpoints/step-NNNNNN, a Hugging Face folder plus the optimizer's state; complete or not there."""
+    final = job.folder / "checkpoints" / f"step-{step:06d}"
     partial = final.with_name(final.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save_model(decoder, partial)
-    for file in Path(source).iterdir():  # tokenizer, templates, generation settings
-        if file.is_file() and file.name != "config.json" and file.suffix in (".json", ".txt", ".model", ".jinja"):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, partial / file.name)
-    names = [name for name, _ in decoder.named_parameters()]
-    state = {
-        f"{names[index]}.{key}": value.contiguous()
-        for index, entry in optimizer.state_dict()["state"].items()
-        for key, value in entry.items()
-    }
-    save_file(state, partial / "optimizer.safetensors")
+    save_model(job.decoder, partial)
+    for pattern in TOKENIZER_FILES:
+        for file in Path(job.config.model).glob(pattern):
+            shutil.copy(file, partial)
+    names = [name for name, _ in job.decoder.named_parameters()]
+    state = job.optimizer.state_dict()["state"]  # {index: {"step", "exp_avg", "exp_avg_sq"}}
+    save_file(
+        {f"{names[i]}.{key}": value for i, entry in state.items() for key, value in entry.items()},
+        partial / "optimizer.safetensors",
+    )
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    return final
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: Path) -> None:
     """Put back the state that `save_checkpoint` wrote."""
-    stored, whole = load_file(folder / "optimizer.safetensors"), optimizer.state_dict()
-    for index, (name, _) in enumerate(decoder.named_parameters()):
-        keys = {key: value for key in ("step", "exp_avg", "exp_avg_sq") if (value := stored.get(f"{name}.{key}")) is not None}
-        if keys:
-            whole["state"][index] = keys
-    optimizer.load_state_dict(whole)
+    indices = {name: i for i, (name, _) in enumerate(decoder.named_parameters())}
+    state: dict[int, dict[str, Tensor]] = {i: {} for i in indices.values()}
+    for name, value in load_file(folder / "optimizer.safetensors").items():
+        parameter, _, key = name.rpartition(".")
+        state[indices[parameter]][key] = value
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {i: entry for i, entry in state.items() if entry}})
 
 
-def newest_checkpoint(run: Path) -> tuple[int, Path] | None:
-    """(step, folder) of the newest complete checkpoint of a run."""
+def newest_checkpoint(run: Path) -> tuple[int, Path]:
+    """(step, folder) of the newest complete checkpoint of a run; ValueError if there is none."""
     found = sorted(p for p in run.glob("checkpoints/step-*") if not p.name.endswith(".partial"))
-    return (int(found[-1].name.split("-")[1]), found[-1]) if found else None
+    if not found:
+        raise ValueError(f"--resume {run}: there is no checkpoint in {run}/checkpoints")
+    return int(found[-1].name.removeprefix("step-")), found[-1]
+
+
+def resumed(config: Config, given: dict) -> Config:
+    """The stored settings of the run to resume, with those of `given` that may change; ValueError shows the others."""
+    stored = Config(**read_json(Path(config.resume) / "config.json"))
+    changed = [
+        f"--{name.replace('_', '-')} {getattr(stored, name)} -> {value}"
+        for name, value in given.items()
+        if name not in FREE and value != getattr(stored, name)
+    ]
+    if changed:
+        raise ValueError(
+            f"--resume {config.resume} cannot change the experiment ({', '.join(changed)}): start a new run"
+        )
+    return replace(stored, **{name: value for name, value in given.items() if name in FREE})
 
 
 def read_lines(path: Path, last_step: int) -> list[dict]:
-    """The records of a JSONL file up to a step; later ones are cut from the file, for a resumed run writes them anew."""
-    records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-    records = [record for record in records if record["step"] <= last_step]
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    """The records of a JSONL file up to a step. Later ones leave the file: a resumed run writes them anew."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    records = [record for record in map(json.loads, lines) if record["step"] <= last_step]
+    path.write_text("")
+    append(path, records)
     return records
 
 
-def append(path: Path, records: list[dict]) -> None:
-    """Add records to a JSONL file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+# ---------------------------------------------------------------------------------------------------- the job
 
 
-# --------------------------------------------------------------------------------------------------- the plan
-
-
-def plan(config: Config, decoder: Decoder, tokenizer: Tokenizer, problems: list[Problem]) -> str:
-    """What a step will hold and do, in words and numbers, before anything is sampled."""
-    lengths = [len(tokenizer.encode(render(p.prompt, tokenizer), add_special_tokens=False).ids) for p in problems]
-    longest, rows = max(lengths), min(config.rollout_rows, config.prompts * config.group_size)
-    max_length = longest + config.max_new_tokens
-    sizes = {"rows": rows, "max_length": max_length, "device": "meta"}  # shapes without memory
-    dense = sum(cache_for(decoder.config, compressor="full", **sizes).nbytes.values())
-    settings = {name: getattr(config, name) for name in ("compressor", "budget", "buffer", "window")}
-    cache = cache_for(decoder.config, **settings, **sizes)
-    weights = sum(p.numel() * p.element_size() for p in decoder.parameters())
-    count = sum(p.numel() for p in decoder.parameters())
-    lines = [
-        f"model      {config.model}: {count:,} parameters, {megabytes(weights)}; gradients and AdamW {megabytes(3 * weights)}"
-        + (f"; reference {megabytes(weights)}" if config.kl_coef else ""),
-        f"problems   {len(problems)} in {config.data}, prompts of {min(lengths)} to {longest} tokens",
-        f"step       {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} tokens: "
-        f"at most {config.prompts * config.group_size * config.max_new_tokens:,} sampled tokens; {config.updates} update(s)",
-        f"KV cache   {config.compressor}: {megabytes(sum(cache.nbytes.values()))} for {rows} rows at a time, "
-        f"dense {megabytes(dense)}",
-    ]
-    last_full = [layer.slots for layer in cache.layers]
-    if config.compressor == "full":
-        lines.append("eviction   none: compressor full is dense GRPO")
-    elif max_length - 1 < min(last_full):
-        lines.append(
-            f"eviction   NEVER: a row holds at most {max_length - 1} keys and is cut at budget + buffer = {min(last_full)}; "
-            f"this run is dense. Lower --budget or --buffer, or raise --max-new-tokens."
-        )
-    else:
-        lines.append(f"eviction   a row is cut to {config.budget} keys whenever it holds {config.budget + config.buffer}")
-    return "\n".join(lines)
-
-
-# ---------------------------------------------------------------------------------------------------- the loop
-
-
-def measure(decoder, tokenizer, eos_ids, problems: list[Problem], config: Config, step: int) -> list[dict]:
-    """Greedy accuracy on held-out problems, dense and (unless the run is dense) with the run's compressor."""
-    modes = ["full"] + [config.compressor] * (config.compressor != "full")
-    results = []
-    for mode in modes:
-        summary, _ = evaluate(
-            decoder,
-            tokenizer,
-            eos_ids,
-            problems,
-            rows=config.rollout_rows,
-            max_new_tokens=config.max_new_tokens,
-            temperature=0.0,
-            compressor=mode,
-            budget=config.budget,
-            buffer=config.buffer,
-            window=config.window,
-            progress=True,
-        )
-        name = "dense" if mode == "full" else f"{mode}-{config.budget}"
-        results.append({"step": step, "decoding": name, **summary})
-    return results
-
-
-def summary(config: Config, metrics: list[dict], evaluations: list[dict], run: Path, seconds: float) -> str:
-    """The table at the end of a run."""
-    lines = []
-    if evaluations:
-        first, last = min(e["step"] for e in evaluations), max(e["step"] for e in evaluations)
-        rows = []
-        for before in (e for e in evaluations if e["step"] == first):
-            after = next(e for e in evaluations if e["step"] == last and e["decoding"] == before["decoding"])
-            cells = [f"{e['accuracy']:.3f} +- {e['stderr']:.3f}" for e in (before, after)]
-            rows.append([before["decoding"], *cells, after["kv_saved"], megabytes(after["cache_bytes"])])
-        head = ["greedy accuracy", f"before (step {first})", f"after (step {last})", "kv saved", "cache"]
-        lines += [f"{evaluations[0]['problems']} held-out problems of {config.eval_data}", table(head, rows), ""]
-
-    def mean(name: str) -> float:
-        return sum(m[name] for m in metrics) / len(metrics)
-
-    parts = {name: sum(m[f"{name}_seconds"] for m in metrics) for name in ("rollout", "scoring", "update")}
-    total = max(sum(parts.values()), 1e-9)
-    lines += [
-        f"{len(metrics)} steps, means: reward {mean('reward_mean'):.3f}, rejected {mean('rejected'):.1%}, "
-        f"truncated {mean('truncated'):.1%}, kv saved {mean('kv_saved'):.1%}, sampler KL {mean('sampler_kl'):.4f}",
-        f"rollout cache {megabytes(max(m['cache_bytes'] for m in metrics))}, "
-        f"dense keys and values would take {megabytes(max(m['dense_bytes'] for m in metrics))}",
-        "time in steps " + ", ".join(f"{name} {value:.0f} s ({value / total:.0%})" for name, value in parts.items())
-        + f"; this session took {seconds:.0f} s in all",
-        f"everything is in {run}/: metrics.jsonl, samples.jsonl, evals.jsonl, checkpoints/",
-    ]
-    return "\n".join(lines)
-
-
-def train(config: Config) -> Path:
-    """Run the whole job and return the run folder. Raises ValueError and OSError for what a user can mend."""
-    began = time.perf_counter()
-    device = pick_device(config.device, config.threads)
-    run, start = Path(config.resume), 0
+def prepare(config: Config, given: dict) -> Job:
+    """Read and check everything, write nothing. Raises ValueError or OSError in a sentence for the user."""
+    start, source = 0, Path(config.model)
     if config.resume:
-        newest = newest_checkpoint(run)
-        if newest is None:
-            raise ValueError(f"--resume {run}: no checkpoint in this folder")
-        start, checkpoint = newest
+        config = resumed(config, given)
+        start, source = newest_checkpoint(Path(config.resume))
+    device = pick_device(config.device, config.threads)
     problems = load_problems(config.data)
+    if config.eval_data is None:
+        beside = Path(config.data.replace("-train.", "-heldout."))
+        config = replace(config, eval_data=str(beside) if str(beside) != config.data and beside.exists() else "")
     held_out = load_problems(config.eval_data)[: config.eval_limit or None] if config.eval_data else []
     tokenizer, eos_ids = load_tokenizer(config.model)
-    decoder = load_model(checkpoint if config.resume else config.model, device=device)
-    print(plan(config, decoder, tokenizer, problems))
-    if config.dry_run:
-        return run
+    decoder = load_model(source, device=device)
     reference = load_model(config.model, device=device).requires_grad_(False) if config.kl_coef else None
     optimizer = torch.optim.AdamW(
         decoder.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
     )
-    if config.resume:
-        load_optimizer(optimizer, decoder, checkpoint)
-    else:
-        run = new_folder(config.out, "")
-        (run / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
-    print(f"run folder {run}/" + (f", resumed after step {start}" if start else ""), flush=True)
+    if start:
+        load_optimizer(optimizer, decoder, source)
+    folder = Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+    return Job(config, folder, start, decoder, reference, optimizer, tokenizer, eos_ids, problems, held_out)
 
-    history = read_lines(run / "metrics.jsonl", start)
-    evaluations = read_lines(run / "evals.jsonl", start)
-    read_lines(run / "samples.jsonl", start)
+
+def plan(job: Job) -> str:
+    """What a step will hold and do, before anything is sampled."""
+    config, c = job.config, job.decoder.config
+    lengths = [len(ids) for ids in encode(job.problems, job.tokenizer)]
+    rows, longest = config.prompts * config.group_size, max(lengths) + config.max_new_tokens
+    at_once = min(rows, max(config.rollout_rows, config.group_size))
+    sizes = {"rows": at_once, "max_length": longest, "device": "meta"}  # shapes without memory
+    cache, dense = cache_for(c, **config.cache, **sizes), cache_for(c, compressor="full", **sizes)
+    held, dense_held = (sum(x.nbytes.values()) for x in (cache, dense))
+    count = sum(p.numel() for p in job.decoder.parameters())
+    copies = 5 if job.reference else 4  # weights, gradients, two moments; the reference
+    slots = min(layer.slots for layer in cache.layers)
+    if config.compressor == "full":
+        eviction = "none: compressor full is dense GRPO"
+    elif longest <= slots:  # the last token sampled is never cached
+        eviction = (
+            f"NEVER: a row holds at most {longest - 1} keys and is cut at budget + buffer = {slots}, so this run is "
+            "dense. Lower --budget or --buffer, or raise --max-new-tokens"
+        )
+    else:
+        eviction = f"a row is cut to {config.budget} keys whenever it holds budget + buffer = {slots}"
+    return "\n".join(
+        [
+            f"model     {config.model}: {count:,} parameters; "
+            f"weights, gradients and optimizer {megabytes(copies * 4 * count)}",
+            f"problems  {len(job.problems)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
+            f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} "
+            f"tokens ({rows * config.max_new_tokens:,} in all), {config.updates} update(s); {config.steps} steps",
+            f"KV cache  {config.compressor} {megabytes(held)}, dense {megabytes(dense_held)}, for {at_once} rows at a time",
+            f"eviction  {eviction}",
+        ]
+    )
+
+
+def measure(job: Job, step: int) -> list[dict]:
+    """Greedy accuracy on the held-out problems, dense and with the run's compressor."""
+    results = dense_and_sparse(
+        job.decoder,
+        job.tokenizer,
+        job.eos_ids,
+        job.held_out,
+        **job.config.cache,
+        rows=job.config.rollout_rows,
+        max_new_tokens=job.config.max_new_tokens,
+        temperature=0.0,
+        progress=True,
+    )
+    return [{"step": step, "decoding": name, **summary} for name, (summary, _) in results.items()]
+
+
+def summary(job: Job, metrics: list[dict], evaluations: list[dict]) -> str:
+    """The tables at the end of a run."""
+    lines = []
+    first, last = (f(e["step"] for e in evaluations) if evaluations else 0 for f in (min, max))
+    if first < last:
+        rows = []
+        for before in (e for e in evaluations if e["step"] == first):
+            after = next(e for e in evaluations if (e["step"], e["decoding"]) == (last, before["decoding"]))
+            cells = [f"{e['accuracy']:.3f} +- {e['stderr']:.3f}" for e in (before, after)]
+            rows.append([before["decoding"], *cells, after["kv_saved"], megabytes(after["cache_bytes"])])
+        lines.append(f"greedy accuracy on {before['problems']} held-out problems of {job.config.eval_data}")
+        lines.append(table(["decoding", f"step {first}", f"step {last}", "kv saved", "cache"], rows) + "\n")
+    means = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+    parts = {name: len(metrics) * means[f"{name}_seconds"] for name in ("rollout", "scoring", "update")}
+    shares = ", ".join(f"{name} {value:.0f} s ({value / sum(parts.values()):.0%})" for name, value in parts.items())
+    lines += [
+        f"means of {len(metrics)} steps: reward {means['reward_mean']:.3f}, rejected {means['rejected']:.1%}, truncated "
+        f"{means['truncated']:.1%}, kv saved {means['kv_saved']:.1%}, sampler KL {means['sampler_kl']:.4f}",
+        f"rollout cache {megabytes(max(m['cache_bytes'] for m in metrics))}, "
+        f"dense keys and values would take {megabytes(max(m['dense_bytes'] for m in metrics))}",
+        f"time {shares}",
+        f"in {job.folder}/: metrics.jsonl, samples.jsonl, evals.jsonl, checkpoints/",
+    ]
+    return "\n".join(lines)
+
+
+def train(job: Job) -> None:
+    """The loop."""
+    config, folder = job.config, job.folder
+    metrics_file, evals_file, samples_file = (folder / f"{name}.jsonl" for name in ("metrics", "evals", "samples"))
+    history, evaluations = read_lines(metrics_file, job.start), read_lines(evals_file, job.start)
+    read_lines(samples_file, job.start)
 
     def evaluate_now(step: int) -> None:
-        if held_out and all(e["step"] != step for e in evaluations):
-            results = measure(decoder, tokenizer, eos_ids, held_out, config, step)
-            append(run / "evals.jsonl", results)
+        if job.held_out and all(e["step"] != step for e in evaluations):
+            results = measure(job, step)
+            append(evals_file, results)
             evaluations.extend(results)
-            tqdm.write(f"step {step}: " + ", ".join(f"{r['decoding']} greedy {r['accuracy']:.3f}" for r in results))
+            tqdm.write(f"step {step}: greedy " + ", ".join(f"{r['decoding']} {r['accuracy']:.3f}" for r in results))
 
-    if start == 0:
+    if job.start == 0:
         evaluate_now(0)
-    bar = tqdm(range(start, config.steps), desc="training", initial=start, total=config.steps, unit="step")
+    bar = tqdm(range(job.start, config.steps), desc="training", initial=job.start, total=config.steps, unit="step")
     for step in bar:
-        metrics, records = train_step(decoder, reference, optimizer, tokenizer, eos_ids, problems, config, step)
-        done = step + 1
-        append(run / "samples.jsonl", records)
-        append(run / "metrics.jsonl", [metrics])
+        metrics, records = train_step(job, step)
+        done, last = step + 1, step + 1 == config.steps
+        append(samples_file, records)
+        append(metrics_file, [metrics])
         history.append(metrics)
         bar.set_postfix_str(
-            f"reward {metrics['reward_mean']:.3f}, rejected {metrics['rejected']:.0%}, kv saved {metrics['kv_saved']:.0%}"
+            "reward {reward_mean:.3f}, rejected {rejected:.0%}, kv saved {kv_saved:.0%}".format_map(metrics)
         )
-        if config.sample_every and (step % config.sample_every == 0 or done == config.steps):
-            shown = records[0]
-            tqdm.write(f"\nstep {done}, reward {shown['reward']:.0f} (answer {shown['answer']}):\n{shown['prompt']}{shown['response']}\n")
-        if done % config.save_every == 0 or done == config.steps:
-            save_checkpoint(run, done, decoder, optimizer, config.model)
-        if done == config.steps or (config.eval_every and done % config.eval_every == 0):
+        if config.sample_every and (step % config.sample_every == 0 or last):
+            tqdm.write(
+                "\nstep {step}, reward {reward:.0f} (answer {answer}):\n{prompt}{response}\n".format_map(records[0])
+            )
+        if done % config.save_every == 0 or last:
+            save_checkpoint(job, done)
+        if last or (config.eval_every and done % config.eval_every == 0):
             evaluate_now(done)
-    print("\n" + summary(config, history, evaluations, run, time.perf_counter() - began))
-    return run
+    print("\n" + summary(job, history, evaluations))
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config = parse_config(Config, argv, "train.py", "Reinforcement learning with rollouts from a compressed KV cache.")
+    config, given = parse_config(
+        Config, argv, "train.py", "Train a language model on rollouts from a compressed KV cache."
+    )
     with one_sentence("train.py"):
-        if config.resume:
-            stored = read_json(Path(config.resume) / "config.json")
-            config = replace(Config(**stored), resume=config.resume, steps=max(config.steps, stored["steps"]))
-        train(config)
+        job = prepare(config, given)
+        print(plan(job))
+        if config.dry_run:
+            return
+        if not config.resume:
+            new_folder(job.folder)
+            (job.folder / "config.json").write_text(json.dumps(asdict(job.config), indent=2) + "\n")
+        print(f"run       {job.folder}/ from step {job.start}", flush=True)
+    train(job)
 
 
 if __name__ == "__main__":

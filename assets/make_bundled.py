@@ -4,16 +4,16 @@
 
 @@HEADER@@
 
-The task: run a loop program. The prompt gives the start values of five registers, a line per register, the letter of
-the last round and the register asked for; the response is the trace of all rounds, then the final value. Arithmetic
-is modulo 10.
+The task: run a loop program. The prompt gives the start values of five registers, a line per register and the number
+of rounds as a letter; the response is the trace, a line at a time, then the last value as the answer. Arithmetic is
+modulo 10. Letters count the rounds down, so that A is always the last.
 
-    prompt      a6b6c0d4e8;a:d-c;b:d-e;c:b+c;d:b+e;e:c+c;P?a=
-    response    Aa:d4-c0=a4;Ab:d4-e8=b6; ... Pe:c6+c6=e2;\\boxed{4}
+    prompt      a6b6c0d4e8;a:d-c;b:d-e;c:b+c;d:b+e;e:c+c;P=
+    response    Pa:d4-c0=a4;Pb:d4-e8=b6; ... Ae:c6+c6=e2;\\boxed{2}
 
-What a line needs is one copy of the program line and the newest value of two registers: the last round's text is
-enough, which is what makes a trace compressible. The round's letter stands on every line because one letter a round
-would lie too far back.
+All that the next line needs is in the text of the last round: the newest value of two registers, one copy of each
+program line, and the round's letter, which stands on every line because one letter a round would lie too far back.
+That is what makes a trace compressible, as real chains of thought are: nothing in the prompt is needed to the end.
 
 The warm start is supervised learning on traces of mixed lengths, with two things on purpose:
 - Tolerance to eviction. On most batches every key of every KV head draws the age at which it disappears, as keys do
@@ -44,8 +44,8 @@ from model import Decoder, ModelConfig, save_model  # noqa: E402
 
 REGISTERS, ROUNDS = "abcde", "ABCDEFGHIJKLMNOP"
 UNKNOWN, EOS = "<|unk|>", "<|end|>"
-ALPHABET = [UNKNOWN, EOS, "\\boxed{", "}", ";", ":", "=", "+", "-", "?", *"0123456789", *REGISTERS, *ROUNDS]
-LONG, SHORT = (5, 16), (5, 4)  # registers, rounds: 1,009 and 289 tokens in all
+ALPHABET = [UNKNOWN, EOS, "\\boxed{", "}", ";", ":", "=", "+", "-", *"0123456789", *REGISTERS, *ROUNDS]
+LONG, SHORT = (5, 16), (5, 4)  # registers, rounds: 1,007 and 287 tokens in all
 TRAINING, HELD_OUT = 2000, 500  # problems in each file
 
 CONFIG = {
@@ -75,7 +75,7 @@ def run(program: dict, wrong: dict | None = None, rng: random.Random | None = No
     wrong: facts (x, sign, y) -> result that the noisy teacher gets wrong half of the time.
     """
     values, steps = dict(program["start"]), []
-    for letter in ROUNDS[: program["rounds"]]:
+    for letter in reversed(ROUNDS[: program["rounds"]]):
         for target, left, sign, right in program["lines"]:
             fact = (values[left], sign, values[right])
             result = (fact[0] + fact[2] if sign == "+" else fact[0] - fact[2]) % 10
@@ -94,7 +94,6 @@ def make_program(rng: random.Random, registers: int, rounds: int) -> dict:
             "start": {name: rng.randrange(10) for name in names},
             "lines": [(name, rng.choice(names), rng.choice("+-"), rng.choice(names)) for name in names],
             "rounds": rounds,
-            "asked": rng.choice(names),
         }
         if len({result for *_, result in run(program)[-registers:]}) >= 3:
             return program
@@ -104,18 +103,13 @@ def prompt_of(program: dict) -> str:
     """The program as the model reads it."""
     start = "".join(f"{name}{value}" for name, value in program["start"].items())
     lines = "".join(f"{target}:{left}{sign}{right};" for target, left, sign, right in program["lines"])
-    return f"{start};{lines}{ROUNDS[program['rounds'] - 1]}?{program['asked']}="
+    return f"{start};{lines}{ROUNDS[program['rounds'] - 1]}="
 
 
-def answer_of(program: dict, steps: list[tuple]) -> int:
-    """The final value of the register asked for."""
-    return {target: result for _, target, *_, result in steps}[program["asked"]]
-
-
-def response_of(program: dict, steps: list[tuple]) -> str:
+def response_of(steps: list[tuple]) -> str:
     """The trace and the boxed answer, as the teacher writes them."""
     trace = "".join(f"{r}{target}:{a}{x}{sign}{b}{y}={target}{z};" for r, target, a, x, sign, b, y, z in steps)
-    return f"{trace}\\boxed{{{answer_of(program, steps)}}}"
+    return f"{trace}\\boxed{{{steps[-1][-1]}}}"
 
 
 def write_problems(folder: Path, seed: int) -> None:
@@ -129,7 +123,7 @@ def write_problems(folder: Path, seed: int) -> None:
                 prompt = prompt_of(program)
                 if prompt not in seen:
                     seen.add(prompt)
-                    rows.append({"prompt": prompt, "answer": str(answer_of(program, run(program)))})
+                    rows.append({"prompt": prompt, "answer": str(run(program)[-1][-1])})
             (folder / f"{name}-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -220,10 +214,10 @@ def warm_start(args: argparse.Namespace, tokenizer: Tokenizer) -> Decoder:
 
     def batch(registers: int, rounds: int, noisy: bool = True) -> tuple[Tensor, int]:
         """Token ids (B, T) of prompts and traces of one shape, no padding, and the length of the prompts."""
-        prompt = 8 * registers + 5
+        prompt = 8 * registers + 3
         rows = max(1, args.tokens // (prompt + 12 * registers * rounds + 4))
         programs = [make_program(rng, registers, rounds) for _ in range(rows)]
-        texts = [prompt_of(p) + response_of(p, run(p, wrong if noisy else None, rng)) + EOS for p in programs]
+        texts = [prompt_of(p) + response_of(run(p, wrong if noisy else None, rng)) + EOS for p in programs]
         return torch.tensor([e.ids for e in tokenizer.encode_batch(texts)]), prompt
 
     bar = tqdm(range(args.updates), desc="warm start")
@@ -250,7 +244,9 @@ def warm_start(args: argparse.Namespace, tokenizer: Tokenizer) -> Decoder:
                 with torch.no_grad():
                     ids, prompt = batch(*shape, noisy=False)
                     right.append((decoder(ids[:, :-1])[:, prompt - 1 :].argmax(-1) == ids[:, prompt:]).double().mean())
-            bar.write(f"update {step + 1}: loss {loss.item():.4f}, tokens right {right[0]:.4f} short, {right[1]:.4f} long")
+            bar.write(
+                f"update {step + 1}: loss {loss.item():.4f}, tokens right {right[0]:.4f} short, {right[1]:.4f} long"
+            )
     return decoder
 
 
@@ -259,11 +255,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder for model/ and the problems")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--updates", type=int, default=3000, help="0 makes the problems only")
+    parser.add_argument("--updates", type=int, default=2400, help="0 makes the problems only")
     parser.add_argument("--tokens", type=int, default=3000, help="tokens an update")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--masked", type=float, default=0.6, help="share of batches with evicted keys; the knob of tolerance")
-    parser.add_argument("--noisy-facts", type=int, default=5, help="digit facts that the teacher gets wrong half of the time")
+    parser.add_argument(
+        "--masked", type=float, default=0.6, help="share of batches with evicted keys; the knob of tolerance"
+    )
+    parser.add_argument(
+        "--noisy-facts", type=int, default=4, help="digit facts that the teacher gets wrong half of the time"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     write_problems(args.out, args.seed)
