@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from kvcache import EMPTY
 from model import Decoder, ModelConfig
@@ -102,11 +106,19 @@ def replay(model: Decoder, r: Rollout, temperature: float = 1.0) -> tuple[Tensor
     return out, mask
 
 
-def held_after(evicted_at: Tensor, seen: int) -> list[int]:
-    """The positions that a row's KV head holds when it has seen `seen` tokens; evicted_at (T,) is its record."""
+def held_after(evicted_at: list[int], seen: int) -> list[int]:
+    """The positions that a row's KV head holds when it has seen `seen` tokens; evicted_at is its record."""
     return [j for j in range(seen) if evicted_at[j] > seen]
 
 
-def cut_times(evicted_at: Tensor) -> list[int]:
-    """How many tokens had been seen at each cut of a row's KV head; evicted_at (T,) is its record."""
-    return sorted(set(evicted_at.tolist()) - {EMPTY})
+def cut_times(evicted_at: list[int]) -> list[int]:
+    """How many tokens had been seen at each cut of a row's KV head; evicted_at is its record."""
+    return sorted(set(evicted_at) - {EMPTY})
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most bytes that a call has allocated at any moment, by PyTorch's own allocation events on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))

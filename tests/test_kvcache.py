@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-from helpers import cut_times, replay, seeded, tiny_model
+import itertools
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
-from kvcache import COMPRESSORS
-from rollout import rollout
+import pytest
+import slow_policies as slow
+import torch
+from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_model
+from torch import Tensor
+
+from eval import encode, load_problems, load_tokenizer
+from kvcache import COMPRESSORS, EMPTY, Held, KVCache, LayerCache, choose, pyramid_budgets, uniform_hash
+from model import load_model
+from rollout import cache_for, rollout
 
 # ------------------------------------------------------------------------------------------------------- replay
 
@@ -22,7 +33,7 @@ def recorded(model, compressor, *, group_size=2, max_new_tokens=32, **settings):
         PROMPTS,
         group_size=group_size,
         max_new_tokens=max_new_tokens,
-        eos_ids=[2],
+        eos_ids=[2, 3],
         compressor=compressor,
         generator=seeded(1),
         record=True,
@@ -44,6 +55,410 @@ def test_compressed_sampling_equals_one_dense_forward_under_the_mask_of_its_evic
     logp, _ = replay(model, r)
     assert (logp - r.logp_sparse).abs().max() < tolerance
 
-    cuts = max(len(cut_times(gone)) for gone in r.evicted_at[0].flatten(0, 1))
-    assert (cuts == 0) if compressor == "full" else (cuts > 3)
-    assert r.finished.any()
+    cuts = max(len(cut_times(gone.tolist())) for layer in r.evicted_at for gone in layer.flatten(0, 1))
+    assert (cuts == 0) if compressor == "full" else (cuts >= 3)
+    assert r.response_lengths.min() < r.response_lengths.max()
+
+
+def test_replay_holds_when_every_token_cuts_and_the_window_is_longer_than_a_prompt():
+    """The theorem at its edge: buffer 1, window 8, prompts of 1 token."""
+    model = tiny_model()
+    prompts = [[7], [8]]
+    r = rollout(
+        model,
+        prompts,
+        group_size=1,
+        max_new_tokens=30,
+        eos_ids=[],
+        budget=9,
+        buffer=1,
+        window=8,
+        record=True,
+        generator=seeded(2),
+    )
+    assert cut_times(r.evicted_at[0][0, 0].tolist()) == list(range(10, 31))
+    assert (replay(model, r)[0] - r.logp_sparse).abs().max() < 1e-5
+
+
+# ------------------------------------------------------------------------------- what holds at every step of a cache
+
+
+@dataclass
+class Step:
+    """One layer right after a step: tokens seen (B,), output (B, H, T, D), length (B,), and its parts, copied."""
+
+    seen: list[int]
+    output: Tensor
+    length: list[int]
+    parts: dict[str, Tensor]
+
+
+class Run:
+    """A cache of random settings fed with random queries, keys and values: ragged prompts, then single tokens.
+
+    The padding of the prompts is full of large numbers, so that any use of it shows.
+    """
+
+    def __init__(self, compressor: str, seed: int):
+        pick = random.Random(f"{compressor} {seed}")
+        self.compressor, self.layers = compressor, pick.choice([2, 3])
+        self.window, self.buffer, self.kernel = pick.randint(1, 6), pick.randint(1, 6), pick.choice([1, 3, 7])
+        self.budget = self.window + 5 + pick.randint(0, 8)  # 5: room for the sinks
+        B, K, G, D = pick.randint(2, 3), pick.randint(1, 3), pick.randint(1, 3), pick.choice([4, 8])
+        slots = self.budget + self.buffer
+        self.prompts = [pick.randint(1, 3), slots + pick.randint(0, 2 * slots), pick.randint(1, slots)][:B]
+        decoded = max(3 * self.buffer, slots)
+        T, noise = max(self.prompts) + decoded, torch.Generator().manual_seed(seed)
+        self.queries, self.keys, self.values = (
+            2 * torch.randn(self.layers, B, heads, T, D, generator=noise) for heads in (K * G, K, K)
+        )
+        self.seeds = torch.randint(1 << 24, (B,), generator=noise)
+
+        policy = COMPRESSORS[compressor]
+        if compressor in ("snapkv", "rkv", "pyramidkv"):
+            policy = replace(policy, score=partial(policy.score, kernel=self.kernel))
+        with mock.patch.dict(COMPRESSORS, {compressor: policy}):
+            self.cache = KVCache(
+                rows=B, layers=self.layers, heads=K * G, kv_heads=K, head_dim=D, max_length=T, compressor=compressor,
+                budget=self.budget, buffer=self.buffer, window=self.window, seeds=self.seeds,
+            )  # fmt: skip
+        self.steps: list[list[Step]] = [[] for _ in range(self.layers)]
+        for t in range(decoded):
+            for layer in range(self.layers):
+                self._feed(layer, t)
+
+    def _feed(self, layer: int, t: int) -> None:
+        first = torch.tensor(self.prompts)[:, None]
+        places = torch.arange(max(self.prompts)).expand(len(first), -1) if t == 0 else first + t - 1  # (B, T)
+        pad = places >= first if t == 0 else torch.zeros_like(places, dtype=torch.bool)
+        rows = torch.arange(len(first))[:, None]
+        new = [
+            x[layer][rows, :, places].transpose(1, 2).masked_fill(pad[:, None, :, None], 1e4)
+            for x in (self.queries, self.keys, self.values)
+        ]
+        cache = self.cache[layer]
+        output = cache.attend(*new, places.masked_fill(pad, -1))
+        parts = {name: part.clone() for name, part in cache.parts.items()}
+        self.steps[layer].append(Step([p + t for p in self.prompts], output, cache.length.tolist(), parts))
+
+    def each(self):
+        """Every (layer, t, row, KV head) there was."""
+        B, K = self.keys.shape[1:3]
+        return itertools.product(range(self.layers), range(len(self.steps[0])), range(B), range(K))
+
+    def kept(self, layer: int, t: int, b: int, k: int) -> list[int]:
+        """Positions held after step t, in the order of their slots."""
+        step = self.steps[layer][t]
+        return step.parts["positions"][b, k, : step.length[b]].tolist()
+
+    def before(self, layer: int, t: int, b: int, k: int) -> list[int]:
+        """Positions held during step t: with its new tokens, before its cut."""
+        old = self.kept(layer, t - 1, b, k) if t else range(self.prompts[b] - 1)
+        return [*old, self.steps[layer][t].seen[b] - 1]
+
+    def budgets(self) -> list[int]:
+        """Of each layer."""
+        return [self.cache[layer].budget for layer in range(self.layers)]
+
+    def past(self, layer: int, b: int, k: int) -> slow.Past:
+        """What a slow policy needs to know about one KV head."""
+        K, G = self.keys.shape[2], self.queries.shape[2] // self.keys.shape[2]
+        sees = [list(range(p + 1)) for p in range(self.prompts[b])]
+        sees += [self.before(layer, t, b, k) for t in range(1, len(self.steps[0]))]
+        draws = [slow.draw(int(self.seeds[b]), layer * K + k, p) for p in range(len(sees))]
+        heads = self.queries[layer, b, k * G : (k + 1) * G]
+        return slow.Past(heads.double(), self.keys[layer, b, k].double(), sees, draws)
+
+
+EVICTING = [name for name, policy in COMPRESSORS.items() if policy.score]
+
+
+@pytest.fixture(scope="module", params=[(name, seed) for name in EVICTING for seed in range(3)], ids=str)
+def run(request) -> Run:
+    return Run(*request.param)
+
+
+def test_right_keys_survive_every_cut(run):
+    """Issue 3, point 4: the kept sets are those of the slow formulas, for random shapes, windows and kernels."""
+    options = {"kernel": run.kernel} if run.compressor in ("snapkv", "rkv", "pyramidkv") else {}
+    cuts = 0
+    for layer, b, k in itertools.product(range(run.layers), *map(range, run.keys.shape[1:3])):
+        past = run.past(layer, b, k)
+        for t in range(len(run.steps[layer])):
+            held, kept = run.before(layer, t, b, k), run.kept(layer, t, b, k)
+            if held != kept:
+                scores = slow.POLICIES[run.compressor](past, held, run.window, **options)
+                slow.assert_same_choice(kept, scores, held, run.window, run.budgets()[layer])
+                cuts += 1
+    assert cuts > 3
+
+
+def test_row_is_cut_to_its_budget_when_it_holds_budget_plus_buffer(run):
+    """Design section 2 ("when?") and SnapKV 23, KVCache-Factory 20: per row, at prefill and at every later token."""
+    for layer, t, b, k in run.each():
+        budget, held = run.budgets()[layer], len(run.before(layer, t, b, k))
+        expected = budget if held >= budget + run.buffer else held
+        assert run.steps[layer][t].length[b] == expected < budget + run.buffer
+
+
+def test_newest_window_always_survives(run):
+    """Design section 4: the W newest tokens are never scored."""
+    for layer, t, b, k in run.each():
+        seen = run.steps[layer][t].seen[b]
+        newest = list(range(max(0, seen - run.window), seen))
+        assert run.kept(layer, t, b, k)[-run.window :] == newest
+
+
+def test_kept_positions_increase_and_come_from_what_was_held(run):
+    """Issue 3, point 5: original positions, in order, unique, no padding; streaming-llm 48: they never change."""
+    for layer, t, b, k in run.each():
+        kept = run.kept(layer, t, b, k)
+        assert kept == sorted(set(kept) & set(run.before(layer, t, b, k)))
+
+
+def test_survivors_are_bit_identical_to_what_was_cached(run):
+    """Issue 3, point 5: keys and values move with their positions and are never recomputed."""
+    for layer, t, b, k in run.each():
+        kept, parts = run.kept(layer, t, b, k), run.steps[layer][t].parts
+        assert torch.equal(parts["keys"][b, k, : len(kept)], run.keys[layer, b, k, kept])
+        assert torch.equal(parts["values"][b, k, : len(kept)], run.values[layer, b, k, kept])
+
+
+def test_unused_slots_are_zero(run):
+    """pytorch 103963: what stands in a masked slot can leak, so nothing stands there."""
+    for layer, t, b, k in run.each():
+        step = run.steps[layer][t]
+        empty = {name: step.parts[name][b, k, step.length[b] :] for name in ("keys", "values", "positions")}
+        assert not empty["keys"].any() and not empty["values"].any() and (empty["positions"] == EMPTY).all()
+
+
+def test_token_attends_to_all_that_is_held_before_the_cut(run):
+    """VeloxQuant-MLX 370: attend, then cut, at prefill as well; padding and empty slots are never attended."""
+    for layer, b, k in itertools.product(range(run.layers), *map(range, run.keys.shape[1:3])):
+        past, values = run.past(layer, b, k), run.values[layer, b, k].double()
+        G = len(past.queries)
+        for p, g in itertools.product(range(len(past.sees)), range(G)):
+            weights = slow.softmax(past.logits(g, p, past.sees[p]))
+            expected = sum(weight * values[j] for j, weight in weights.items())
+            t = max(0, p - run.prompts[b] + 1)
+            output = run.steps[layer][t].output[b, k * G + g, p if t == 0 else 0]
+            assert torch.allclose(output.double(), expected, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------ the right keys, for real
+
+ASSETS = Path(__file__).parents[1] / "assets"
+
+
+@pytest.fixture(scope="module", params=["random weights", "bundled model"])
+def sampler(request):
+    """A model in fp64, prompts for it, and settings that cut often."""
+    if request.param == "random weights":
+        return tiny_model(dtype=torch.float64), PROMPTS, {"max_new_tokens": 24} | SMALL
+    if not (ASSETS / "model" / "config.json").exists():
+        pytest.skip("assets/model is not there: assets/make_bundled.py makes it")
+    tokenizer, _ = load_tokenizer(ASSETS / "model")
+    prompts = encode(load_problems(ASSETS / "long-heldout.jsonl")[:2], tokenizer)
+    model = load_model(ASSETS / "model", dtype=torch.float64)
+    return model, prompts, {"max_new_tokens": 48, "budget": 24, "buffer": 8, "window": 4}
+
+
+@pytest.mark.parametrize("compressor", EVICTING)
+def test_right_keys_survive_every_cut_of_a_rollout(sampler, compressor):
+    """Issue 3, point 4: with the queries and keys of the replayed forward, each formula keeps what was kept."""
+    model, prompts, settings = sampler
+    c = model.config
+    r = rollout(
+        model, prompts, group_size=1, eos_ids=[], compressor=compressor, generator=seeded(3), record=True, **settings
+    )
+    draws = torch.rand(len(prompts), 1 + settings["max_new_tokens"], generator=seeded(3))[:, 0]
+    budgets = COMPRESSORS[compressor].layer_budgets(settings["budget"], c.layers, settings["window"])
+    _, mask = replay(model, r)
+    G, cuts = c.heads // c.kv_heads, 0
+    for layer, b, k in itertools.product(range(c.layers), range(len(prompts)), range(c.kv_heads)):
+        queries, keys = (x[b].double() for x in mask.seen[layer])
+        gone = r.evicted_at[layer][b, k].tolist()
+        sees = [[j for j in range(p + 1) if gone[j] > p] for p in range(len(keys[0]))]
+        numbers = [slow.draw(int(draws[b] * 2**24), layer * c.kv_heads + k, p) for p in range(len(sees))]
+        past = slow.Past(queries[k * G : (k + 1) * G], keys[k], sees, numbers)
+        for seen in cut_times(gone):
+            held, kept = [j for j in range(seen) if gone[j] >= seen], held_after(gone, seen)
+            scores = slow.POLICIES[compressor](past, held, settings["window"])
+            slow.assert_same_choice(kept, scores, held, settings["window"], budgets[layer])
+            cuts += 1
+    assert cuts > 3 * c.layers * c.kv_heads
+
+
+def test_each_layer_and_each_head_chooses_for_itself():
+    """Design section 2; in the released radix_attention.py layer 0 chooses for all layers and all heads."""
+    gone = torch.stack(recorded(tiny_model(), "snapkv").evicted_at)  # (L, N, K, T)
+    assert (gone[0] != gone[1]).any() and (gone[:, :, 0] != gone[:, :, 1]).any()
+
+
+# ----------------------------------------------------------------------------------- hand-made cases and differences
+
+
+def keeps(compressor, keys, queries=None, *, budget, window=1, score=None) -> list[int]:
+    """The positions that survive when one head's prompt, keys and queries (T, D), is cut from T to `budget`."""
+    keys = torch.tensor(keys, dtype=torch.float)[None, None]  # (1, 1, T, D)
+    queries = torch.zeros_like(keys) if queries is None else torch.tensor(queries, dtype=torch.float)[None, None]
+    T, D = keys.shape[2:]
+    cache = KVCache(
+        rows=1, layers=1, heads=1, kv_heads=1, head_dim=D, max_length=T, compressor=compressor, budget=budget,
+        buffer=T - budget, window=window,
+    )  # fmt: skip
+    cache[0].attend(queries, keys, keys, torch.arange(T)[None])
+    return cache[0].parts["positions"][0, 0, :budget].tolist()
+
+
+def test_equal_scores_keep_the_newer():
+    """pytorch 127196: top-k settles ties differently by backend (on CPU it keeps the oldest)."""
+    positions = torch.arange(12).expand(1, 1, 12).int()
+    held = Held({"positions": positions}, slice(0, 1), window=2)
+    assert choose(torch.zeros(1, 1, 12), held, budget=5).tolist() == [[[7, 8, 9, 10, 11]]]
+    for seed in range(20):
+        scores = torch.randint(3, (1, 1, 12), generator=seeded(seed)).float()
+        expected = slow.survivors(dict(enumerate(scores[0, 0, :10].tolist())), list(range(12)), 2, 5)
+        assert choose(scores, held, budget=5)[0, 0].tolist() == expected
+
+
+def test_streaming_keeps_four_sinks_and_the_newest():
+    """StreamingLLM 2309.17453; keys_values 140: with the first tokens evicted, every configuration scored 0."""
+    assert keeps("streaming", [[0.0]] * 20, budget=8) == [0, 1, 2, 3, 16, 17, 18, 19]
+
+
+def test_h2o_accumulates_over_all_queries():
+    """H2O 2306.14048: sums 1.74 and 1.17; the last query alone, as in the public code, gives 0.24 and 0.67."""
+    assert keeps("h2o", [[1.0], [2.0], [0.0]], [[0.0], [0.0], [1.0]], budget=2) == [0, 2]
+
+
+def test_rkv_lets_nothing_off_for_a_key_without_a_similar_one():
+    """R-KV 2505.24133: cosines 0.4 and 0.2 to the newest key, so key 0 goes; the public code empties column 0."""
+    assert keeps("rkv", [[1.0, 0, 0], [0, 1, 0], [0.4, 0.2, 0.8**0.5]], budget=2) == [1, 2]
+
+
+def test_rkv_counts_similarities_below_the_threshold():
+    """Design section 4: 0.2 and 0.4 are both below 0.5, and still key 1 is the more redundant one."""
+    assert keeps("rkv", [[1.0, 0, 0], [0, 1, 0], [0.2, 0.4, 0.8**0.5]], budget=2) == [0, 2]
+
+
+def test_snapkv_pools_over_older_neighbours_only():
+    """SnapKV 2404.14469: key 3 is attended most and lifts its 3 neighbours; the window's own key 8 lifts none."""
+    keys = [[0.0], [0.0], [0.0], [5.0], [0.0], [0.0], [0.0], [0.0], [9.0]]
+    assert keeps("snapkv", keys, [[1.0]] * 9, budget=5) == [3, 4, 5, 6, 8]
+
+
+def test_random_draws_once_per_key():
+    """Design section 4: survivors are spread evenly over the past; a fresh draw at each cut would favour new keys."""
+    cache = KVCache(
+        rows=1, layers=1, heads=64, kv_heads=64, head_dim=1, max_length=0, compressor="random", budget=12, buffer=4,
+        window=2,
+    )  # fmt: skip
+    for p in range(212):
+        x = torch.zeros(1, 64, 1, 1)
+        cache[0].attend(x, x, x, torch.tensor([[p]]))
+    kept = cache[0].parts["positions"][0, :, :10].double()  # (K, budget - W)
+    assert abs(float(kept.mean()) - 104.5) < 10  # the standard error is 2.4
+
+
+def test_random_draws_are_uniform_and_apart_for_rows_layers_heads_and_positions():
+    """The hash behind `random`: right moments, and no two streams alike."""
+    places = torch.arange(1000).expand(2, -1)
+    draws = torch.cat([uniform_hash(torch.tensor([5, 6]), layer, 2, places).flatten(0, 1) for layer in (0, 1)])
+    assert draws.min() >= 0 and draws.max() < 1
+    assert abs(float(draws.mean()) - 1 / 2) < 0.02 and abs(float(draws.var()) - 1 / 12) < 0.01
+    correlation = torch.corrcoef(draws)  # 8 streams of 1000 draws
+    assert (correlation - torch.eye(8)).abs().max() < 0.15
+
+
+@pytest.mark.parametrize(("budget", "layers", "window"), [(512, 4, 8), (512, 30, 8), (20, 5, 8), (9, 7, 8), (40, 1, 4)])
+def test_pyramid_budgets_fall_linearly_with_the_same_sum(budget, layers, window):
+    """PyramidKV 2406.02069, at the same memory as the others; no layer below its window and one more key."""
+    budgets = pyramid_budgets(budget, layers, window)
+    last = max(budget / 20, window + 1) if layers > 1 else budget
+    ideal = torch.linspace(2 * budget - last, last, layers, dtype=torch.float64)
+    assert sum(budgets) == layers * budget
+    assert (torch.tensor(budgets) - ideal).abs().max() <= 1
+    assert min(budgets) > window
+
+
+def test_a_cache_does_not_change_the_settings_of_the_next():
+    """The released pyramidkv overwrites its capacity at every call: 64, 107, 189, crash."""
+    shapes = [cache_for(tiny_model().config, 2, 99, compressor="pyramidkv", **SMALL).nbytes for _ in range(3)]
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_keys_and_values_take_exactly_the_bytes_of_their_slots(compressor, dtype):
+    """Issue 3, point 3: 2 L B K (budget + buffer) D itemsize; K, not H (SnapKV 16, 22)."""
+    c = tiny_model(layers=3).config
+    cache = cache_for(c, 5, 77, compressor=compressor, dtype=dtype, **SMALL)
+    slots = 77 if compressor == "full" else SMALL["budget"] + SMALL["buffer"]
+    expected = 2 * c.layers * 5 * c.kv_heads * slots * c.head_dim * dtype.itemsize
+    assert cache.nbytes["keys"] + cache.nbytes["values"] == expected
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_memory_stays_where_it_is_through_a_rollout(compressor, monkeypatch):
+    """SMD experiment 4: after the prompts were expanded to their groups no step, cut or dropped row moves a byte."""
+    seen = set()
+    attend = LayerCache.attend
+
+    def watched(self, queries, *rest):
+        out = attend(self, queries, *rest)
+        if queries.shape[2] == 1:
+            seen.add((self.layer, tuple((name, part.data_ptr(), part.nbytes) for name, part in self.parts.items())))
+        return out
+
+    monkeypatch.setattr(LayerCache, "attend", watched)
+    model = tiny_model()
+    r = recorded(model, compressor)
+    assert r.response_lengths.min() < r.response_lengths.max()  # rows were dropped
+    assert len(seen) == model.config.layers
+
+
+@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv"])
+def test_cut_allocates_at_most_one_layers_survivors(compressor):
+    """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines are S x S.)"""
+    B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16
+    cache = KVCache(
+        rows=B, layers=1, heads=H, kv_heads=K, head_dim=D, max_length=0, compressor=compressor, budget=budget,
+        buffer=buffer,
+    )  # fmt: skip
+    q, k = torch.randn(B, H, 1, D, generator=seeded(0)), torch.randn(B, K, 1, D, generator=seeded(1))
+    for p in range(budget + buffer - 1):
+        cache[0].attend(q, k, k, torch.full((B, 1), p))
+    peak = peak_bytes(lambda: cache[0].attend(q, k, k, torch.full((B, 1), budget + buffer - 1)))
+    assert cache[0].length.tolist() == [budget] * B
+    assert 0 < peak <= 2 * B * K * budget * D * 4
+
+
+# ------------------------------------------------------------------------------------------------------ bad settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"compressor": "snap"}, "unknown compressor 'snap'"),
+        ({"budget": 8, "window": 8}, "budget 8 must exceed the window of 8"),
+        ({"budget": 12, "window": 8, "compressor": "streaming"}, "budget 12 must exceed the window of 8 [+] 4 sinks"),
+        ({"buffer": 0}, "buffer 0 must be at least 1"),
+        ({"window": 0}, "window 0 must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentence):
+    """R-KV 7: the default options crash. Here they are checked together, before anything is allocated."""
+    with pytest.raises(ValueError, match=sentence):
+        cache_for(tiny_model().config, 1, 10, **settings)
+
+
+def test_many_tokens_are_refused_by_a_cache_that_is_not_empty():
+    """pytorch 108108: a prompt that continues a cache would need a mask; it is an error, not a wrong one."""
+    cache = cache_for(tiny_model().config, 1, 10)
+    tiny_model().hidden(torch.tensor([[1, 2, 3]]), cache=cache)
+    with pytest.raises(ValueError, match="only while it is empty"):
+        tiny_model().hidden(torch.tensor([[4, 5]]), cache=cache)
