@@ -441,7 +441,7 @@ def plan(job: Job) -> str:
             f"problems  {len(job.problems)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
             f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} "
             f"tokens ({rows * config.max_new_tokens:,} in all), {config.updates} update(s); {config.steps} steps",
-            f"KV cache  {config.compressor} {megabytes(held)}, dense {megabytes(dense_held)}, for {at_once} rows at a time",
+            f"KV cache  {config.compressor} {megabytes(held)}, dense {megabytes(dense_held)} ({at_once} rows at once)",
             f"eviction  {eviction}",
         ]
     )
@@ -479,12 +479,13 @@ def summary(job: Job, metrics: list[dict], evaluations: list[dict]) -> str:
     parts = {name: len(metrics) * means[f"{name}_seconds"] for name in ("rollout", "scoring", "update")}
     shares = ", ".join(f"{name} {value:.0f} s ({value / sum(parts.values()):.0%})" for name, value in parts.items())
     lines += [
-        f"means of {len(metrics)} steps: reward {means['reward_mean']:.3f}, rejected {means['rejected']:.1%}, truncated "
-        f"{means['truncated']:.1%}, kv saved {means['kv_saved']:.1%}, sampler KL {means['sampler_kl']:.4f}",
+        f"means of {len(metrics)} steps: reward {means['reward_mean']:.3f}, "
+        f"groups without signal {means['groups_without_signal']:.1%}, rejected {means['rejected']:.1%}, "
+        f"truncated {means['truncated']:.1%}, kv saved {means['kv_saved']:.1%}, sampler KL {means['sampler_kl']:.4f}",
         f"rollout cache {megabytes(max(m['cache_bytes'] for m in metrics))}, "
         f"dense keys and values would take {megabytes(max(m['dense_bytes'] for m in metrics))}",
         f"time {shares}",
-        f"in {job.folder}/: metrics.jsonl, samples.jsonl, evals.jsonl, checkpoints/",
+        f"in {job.folder}/: {', '.join(sorted(path.name for path in job.folder.iterdir()))}",
     ]
     return "\n".join(lines)
 

@@ -1,0 +1,166 @@
+"""Problems, prompts, answers and accuracy (eval.py)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from helpers import tiny_model
+from tokenizers import Tokenizer, models
+
+import eval as evaluation
+from eval import Problem, extract_answer, is_correct, load_problems, pass_at_k, render
+
+QUESTION = "What is 6 * 7?"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"first \boxed{1}, no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{ {a} {b{c}} }", "{a} {b{c}}"),
+        (r"\boxed{7} and then \boxed{8", "7"),
+        (r"\boxed{}", ""),
+        ("the answer is 42", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_last_complete_box(response, answer):
+    """Braces are balanced; a box that never closes is none."""
+    assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        ("18", "18"),
+        ("18.0", "18"),
+        ("27", "27.0"),
+        ("1,000", "1000"),
+        ("$5", "5"),
+        ("0.5", "1/2"),
+        ("-3", "-3.00"),
+        ("070", "70"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"\dfrac{3}{4}", r"\frac{3}{4}"),
+    ],
+)
+def test_answers_are_equal_as_numbers_or_as_text(given, reference):
+    """Numbers compare exactly, whatever their notation; other text without spaces and sizing commands."""
+    assert is_correct(f"\\boxed{{{given}}}", reference)
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"), [("18", "19"), ("1,00", "100"), ("0.3333", "1/3"), ("", "0"), ("x", "y"), ("1/0", "0")]
+)
+def test_different_answers_are_different(given, reference):
+    """No tolerance, no guess."""
+    assert not is_correct(f"\\boxed{{{given}}}", reference)
+
+
+def test_a_response_without_a_box_is_wrong():
+    """The right number in plain text earns nothing in training."""
+    assert not is_correct("42", "42")
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"question": QUESTION, "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}, "42"),
+        ({"problem": QUESTION, "answer": 42.0}, "42.0"),
+        ({"question": QUESTION, "final_answer": ["42"]}, "42"),
+        ({"problem": QUESTION, "solution": r"We get \boxed{42}."}, "42"),
+        ({"prompt": QUESTION, "label": "42"}, "42"),
+    ],
+)
+def test_problems_are_read_as_they_are_in_the_wild(row, answer, tmp_path):
+    """The reference stands in `label`, `answer` (GSM8K's after ####), `final_answer` or boxed in `solution`."""
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n\n")
+    (problem,) = load_problems(tmp_path / "p.jsonl")
+    assert problem.answer == answer
+    asked = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[0]["content"]
+    assert asked.startswith(QUESTION)
+
+
+def test_a_row_without_an_answer_is_counted_not_rewarded(tmp_path, capsys):
+    """It leaves the set, and the count is printed."""
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": ""}, {"prompt": "c"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_problems(tmp_path / "p.jsonl") == [Problem("a", "1")]
+    assert "2 of 3 rows have no answer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a", "answer": "1"}\n{broken', "line 2: not valid JSON"),
+        (b"[1]\n", "line 1: a problem is a JSON object"),
+        (b'{"answer": "1"}\n', "line 1: no `prompt`"),
+        (b"", "holds no problem"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(content, message, tmp_path):
+    """One sentence names file, line and what is wrong."""
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_problems(tmp_path / "p.jsonl")
+
+
+def word_tokenizer(*tokens: str) -> Tokenizer:
+    return Tokenizer(models.WordLevel({token: i for i, token in enumerate(("?", *tokens))}, unk_token="?"))
+
+
+def test_messages_are_laid_out_as_chatml_if_the_tokenizer_knows_it():
+    """Else as plain text; a prompt that is text already is used as it is."""
+    messages = [{"role": "user", "content": "Hi"}]
+    assert render(messages, word_tokenizer("<|im_start|>")) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert render(messages, word_tokenizer()) == "Hi\n\n"
+    assert render("as it is", word_tokenizer("<|im_start|>")) == "as it is"
+
+
+@pytest.mark.parametrize(("samples", "correct", "k"), [(4, 1, 2), (5, 0, 3), (6, 6, 1), (6, 3, 4)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(samples, correct, k):
+    """The unbiased estimator of 2107.03374, by enumerating every subset of k responses."""
+    subsets = list(itertools.combinations([i < correct for i in range(samples)], k))
+    assert pass_at_k(samples, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_accuracy_and_standard_error_are_over_problems(monkeypatch):
+    """Two problems with 4 samples each: the error is that of two means, not of eight responses."""
+    verdicts = iter([True] * 4 + [True, False, False, False])
+    monkeypatch.setattr(evaluation, "is_correct", lambda response, answer: next(verdicts))
+    summary, records = evaluation.evaluate(
+        tiny_model(),
+        word_tokenizer("a", "b"),
+        [1],
+        [Problem("a", "1"), Problem("b", "2")],
+        samples=4,
+        rows=8,
+        max_new_tokens=3,
+        compressor="full",
+    )
+    assert summary["accuracy"] == pytest.approx((1 + 0.25) / 2)
+    assert summary["stderr"] == pytest.approx(0.75 / 2)  # std of (1, 0.25), which is 0.75 / sqrt(2), over sqrt(2)
+    assert summary["pass@2"] == pytest.approx((1 + 0.5) / 2)
+    assert [record["problem"] for record in records] == [0] * 4 + [1] * 4
+
+
+def test_results_do_not_depend_on_how_many_rows_are_sampled_at_once():
+    """`--rows` is a matter of memory."""
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    settings = {"group_size": 2, "max_new_tokens": 6, "eos_ids": [0], "compressor": "full"}
+    one, many = (
+        evaluation.sample_responses(
+            tiny_model(), prompts, rows=rows, generator=torch.Generator().manual_seed(0), **settings
+        )
+        for rows in (1, 100)
+    )
+    assert [one.response(i) for i in range(6)] == [many.response(i) for i in range(6)]
+    torch.testing.assert_close(one.logp_sparse, many.logp_sparse)

@@ -1,0 +1,304 @@
+"""train.py and eval.py through their command lines, on a model and problems of a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_model
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+import eval as evaluation
+import train
+from model import load_model, save_model
+
+CHARACTERS = ["?", "<end>", "\\boxed{", "}", *"0123456789+= "]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder with a tiny random model and problems for it."""
+    folder = tmp_path_factory.mktemp("files")
+    save_model(tiny_model(vocab_size=len(CHARACTERS), std=0.1, eos_token_id=1), folder / "model")
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|<end>|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    for part in ("train", "heldout"):
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(2)]
+        (folder / f"p-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def any_digit_is_half_right(monkeypatch):
+    """A reward that random text can earn: an even number of tokens."""
+    monkeypatch.setattr(train, "is_correct", lambda response, answer: len(response) % 2 == 0)
+
+
+def run(files: Path, out: Path, *options: str) -> Path:
+    """Train for a few small steps that do evict."""
+    small = (
+        "--budget 8 --buffer 4 --window 2 --prompts 4 --group-size 4 --max-new-tokens 24 --steps 4 --micro-tokens 100"
+    )
+    paths = ["--model", str(files / "model"), "--data", str(files / "p-train.jsonl"), "--out", str(out)]
+    train.main([*paths, *small.split(), "--lr", "1e-2", "--save-every", "2", *options])
+    return out
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(records: list[dict]) -> list[dict]:
+    """Metrics without those that measure time."""
+    return [{k: v for k, v in r.items() if "second" not in k} for r in records]
+
+
+@pytest.fixture(scope="module")
+def four_steps(files, tmp_path_factory):
+    """One uninterrupted run of four steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "is_correct", lambda response, answer: len(response) % 2 == 0)
+        return run(files, tmp_path_factory.mktemp("runs") / "four")
+
+
+def test_a_run_leaves_a_folder_that_tells_everything(files, four_steps):
+    """config.json, a line a step in metrics.jsonl, every response in samples.jsonl, checkpoints, evaluations."""
+    config = json.loads((four_steps / "config.json").read_text())
+    assert config["budget"] == 8 and config["eval_data"].endswith("p-heldout.jsonl")
+    metrics = lines(four_steps / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert all(0 < m["kv_saved"] < 1 and m["cache_bytes"] > 0 for m in metrics)
+    assert len(lines(four_steps / "samples.jsonl")) == 4 * 4 * 4
+    assert {(e["step"], e["decoding"]) for e in lines(four_steps / "evals.jsonl")} == {
+        (step, decoding) for step in (0, 4) for decoding in ("dense", "snapkv-8")
+    }
+    assert sorted(p.name for p in (four_steps / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+
+
+def test_a_checkpoint_is_a_model_folder_and_differs_from_the_start(files, four_steps):
+    """It loads like any other, tokenizer included, and training moved the weights."""
+    checkpoint = four_steps / "checkpoints" / "step-000004"
+    before, after = load_model(files / "model").state_dict(), load_model(checkpoint).state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert evaluation.load_tokenizer(checkpoint)[1] == [1]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(files, four_steps, tmp_path):
+    """Every metric but the times, every sampled text and every weight, bit for bit."""
+    same, other = run(files, tmp_path / "same"), run(files, tmp_path / "other", "--seed", "1")
+    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):
+        assert timeless(lines(same / name)) == timeless(lines(four_steps / name))
+    assert lines(other / "samples.jsonl") != lines(four_steps / "samples.jsonl")
+    assert_same_tensors(same, four_steps)
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        one, two = (load_file(run / "checkpoints" / "step-000004" / name) for run in (a, b))
+        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_two_steps_and_a_resume_are_four_steps(files, four_steps, tmp_path):
+    """nano-aha's resume repeats a batch; here weights, optimizer, problems and metrics go on bit for bit."""
+    part = run(files, tmp_path / "part", "--steps", "2", "--eval-data", str(files / "p-heldout.jsonl"))
+    with (part / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "half a li')  # a run killed while it wrote
+    train.main(["--resume", str(part), "--steps", "4"])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert timeless(lines(part / name)) == timeless(lines(four_steps / name))
+    assert_same_tensors(part, four_steps)
+
+
+def test_a_resumed_run_cannot_become_another_experiment(four_steps, capsys):
+    """A changed setting is refused and shown."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--resume", str(four_steps), "--lr", "0.5"])
+    assert stop.value.code == 2
+    assert "--lr 0.01 -> 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("correction", ["released", "reject", "reweight", "none"])
+def test_every_correction_trains(correction, files, tmp_path):
+    """A step with each, two updates, KL on, token aggregation."""
+    out = run(
+        files,
+        tmp_path / "run",
+        "--correction",
+        correction,
+        "--steps",
+        "1",
+        "--updates",
+        "2",
+        "--kl-coef",
+        "0.1",
+        "--aggregation",
+        "token",
+        "--eval-data",
+        "",
+    )
+    (metrics,) = lines(out / "metrics.jsonl")
+    assert metrics["grad_norm"] > 0 and metrics["updates_skipped"] == 0
+
+
+def test_a_dense_run_has_xi_1_up_to_rounding(files, tmp_path):
+    """`--compressor full` is dense GRPO: the mismatch metrics show the noise floor of the arithmetic."""
+    out = run(files, tmp_path / "run", "--compressor", "full", "--steps", "1", "--eval-data", "")
+    (metrics,) = lines(out / "metrics.jsonl")
+    assert metrics["kv_saved"] == 0 and metrics["rejected"] == 0
+    assert abs(metrics["xi_min"] - 1) < 1e-5 and metrics["log_xi_abs"] < 1e-5
+
+
+def test_an_update_without_signal_leaves_the_weights_alone(files, tmp_path, monkeypatch):
+    """All rewards equal: AdamW's weight decay would still move them, so the update is skipped and counted."""
+    monkeypatch.setattr(train, "is_correct", lambda response, answer: True)
+    out = run(files, tmp_path / "run", "--steps", "2", "--eval-data", "", "--kl-coef", "0.5")
+    assert [m["updates_skipped"] for m in lines(out / "metrics.jsonl")] == [1, 1]
+    before = load_model(files / "model").state_dict()
+    after = load_model(out / "checkpoints" / "step-000002").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_problems_are_shuffled_passes_and_nothing_is_dropped():
+    """Any number of prompts a step works; each pass shows every problem once (nanochat drops the remainder)."""
+    picked = [i for step in range(7) for i in train.pick_problems(5, 3, step, seed=0)]
+    passes = [picked[i : i + 5] for i in range(0, 20, 5)]
+    assert all(sorted(p) == [0, 1, 2, 3, 4] for p in passes)
+    assert len({tuple(p) for p in passes}) > 1
+
+
+def test_micro_batches_hold_every_row_once_within_the_token_budget():
+    """Rows of similar length together; a row longer than the budget stands alone."""
+    lengths = torch.tensor([5, 90, 7, 200, 6, 88])
+    batches = list(train.micro_batches(torch.arange(6), lengths, 180))
+    assert sorted(torch.cat(batches).tolist()) == list(range(6))
+    assert all(len(b) == 1 or len(b) * int(lengths[b].max()) <= 180 for b in batches)
+    assert [3] in [b.tolist() for b in batches]
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 60, 100_000])
+def test_the_update_does_not_depend_on_the_micro_batches(micro_tokens, files, four_steps, tmp_path):
+    """One denominator an update: the same gradient norm, whatever the split."""
+    out = run(files, tmp_path / "run", "--steps", "1", "--micro-tokens", str(micro_tokens), "--eval-data", "")
+    norm = lines(out / "metrics.jsonl")[0]["grad_norm"]
+    assert norm == pytest.approx(lines(four_steps / "metrics.jsonl")[0]["grad_norm"], rel=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------- the command line
+
+
+def test_the_dry_run_prints_the_plan_and_writes_nothing(files, tmp_path, capsys):
+    """Lengths, memory, whether anything is evicted."""
+    run(files, tmp_path / "run", "--dry-run")
+    out = capsys.readouterr().out
+    assert "a row is cut to 8 keys whenever it holds budget + buffer = 12" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_that_never_evicts_is_said(files, tmp_path, capsys):
+    """28 tokens at most and a cut at 512 + 128: dense, and the plan says so; 27 held keys decide."""
+    run(files, tmp_path / "run", "--dry-run", "--budget", "512", "--buffer", "128")
+    assert "NEVER" in capsys.readouterr().out
+    for buffer, never in (("20", True), ("19", False)):  # the last of 4 + 24 tokens is sampled but never cached
+        run(files, tmp_path / "run", "--dry-run", "--budget", "8", "--buffer", buffer)
+        assert ("NEVER" in capsys.readouterr().out) == never
+
+
+def test_arguments_can_come_from_a_file(files, tmp_path, capsys):
+    """`@file`, with comments; the paper's settings parse."""
+    (tmp_path / "some.args").write_text("# a comment\n--budget 9 --window 3  # another\n")
+    run(files, tmp_path / "run", f"@{tmp_path / 'some.args'}", "--dry-run")
+    assert "cut to 9 keys" in capsys.readouterr().out
+    run(files, tmp_path / "run", f"@{train.ASSETS / 'paper.args'}", "--dry-run")
+    assert "128 prompts x 8 responses of at most 4096 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--compressor zip", "invalid choice: 'zip'"),
+        ("--correction fix", "invalid choice: 'fix'"),
+        ("--aggregation sum", "invalid choice: 'sum'"),
+        ("--budget 2", "budget 2 must exceed the window of 2"),
+        ("--budget 6 --compressor streaming", "budget 6 must exceed the window of 2 + 4 sinks"),
+        ("--buffer 0", "buffer 0 must be at least 1"),
+        ("--window 0", "window 0 must be at least 1"),
+        ("--group-size 1", "--group-size must be at least 2"),
+        ("--prompts 0", "--prompts must be at least 1"),
+        ("--steps 0", "--steps must be at least 1"),
+        ("--updates 3", "--updates must divide the 4 prompts"),
+        ("--temperature 0", "--temperature must be above 0"),
+        ("--temperature nan", "--temperature must be above 0"),
+        ("--epsilon 0", "--epsilon must be above 0"),
+        ("--epsilon -1", "--epsilon must be above 0"),
+        ("--clip-low -0.1", "--clip-low must be at least 0"),
+        ("--clip-high -0.1", "--clip-high must be at least 0"),
+        ("--kl-coef -1", "--kl-coef must be at least 0"),
+        ("--lr 0", "--lr must be above 0"),
+        ("--lr big", "invalid float value: 'big'"),
+        ("--max-grad-norm 0", "--max-grad-norm must be above 0"),
+        ("--beta1 1", "--beta1 must be at least 0 and below 1"),
+        ("--max-new-tokens 0", "--max-new-tokens must be at least 1"),
+        ("--no-such-flag 1", "unrecognized arguments"),
+        ("--bud 9", "unrecognized arguments"),
+        ("--top-p 0.9", "unrecognized arguments"),
+        ("--model nowhere", "nowhere"),
+        ("--data nowhere.jsonl", "nowhere.jsonl"),
+        ("--eval-data nowhere.jsonl", "nowhere.jsonl"),
+        ("--device abacus", "--device abacus is not usable here"),
+        ("--resume nowhere", "nowhere"),
+        ("@nowhere.args", "nowhere.args"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_nothing_is_written(options, message, files, tmp_path, capsys):
+    """Exit code 2, the flag or file by name, no run folder."""
+    with pytest.raises(SystemExit) as stop:
+        run(files, tmp_path / "run", *options.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_existing_run_folder_is_not_overwritten(files, four_steps, capsys):
+    """It is named, with what to do instead."""
+    with pytest.raises(SystemExit):
+        run(files, four_steps)
+    assert "exists already: name another folder with --out" in capsys.readouterr().err
+
+
+def test_eval_compares_dense_and_sparse_decoding(files, tmp_path, capsys):
+    """`python eval.py` prints a row for each, writes every response and the results."""
+    options = (
+        "--budget 8 --buffer 4 --window 2 --samples 4 --limit 3 --max-new-tokens 20 --temperature 0.8 --top-p 0.95"
+    )
+    paths = ["--model", str(files / "model"), "--data", str(files / "p-heldout.jsonl"), "--out", str(tmp_path / "out")]
+    evaluation.main([*paths, *options.split()])
+    printed = capsys.readouterr().out
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert results.keys() == {"dense", "snapkv-8"} and all(name in printed for name in results)
+    assert {"pass@2", "pass@4"} <= results["dense"].keys()
+    assert all(len(lines(tmp_path / "out" / f"responses-{name}.jsonl")) == 12 for name in results)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--samples 2", "--samples 2 greedy responses would all be the same"),
+        ("--samples 0", "--samples must be at least 1"),
+        ("--top-p 0", "--top-p must be above 0"),
+        ("--temperature -1", "--temperature must be 0"),
+        ("--budget 2 --window 2", "budget 2 must exceed the window"),
+        ("--data nowhere.jsonl", "nowhere.jsonl"),
+    ],
+)
+def test_eval_refuses_bad_input_in_one_sentence(options, message, files, tmp_path, capsys):
+    """As train.py does."""
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(["--model", str(files / "model"), "--out", str(tmp_path / "out"), *options.split()])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
