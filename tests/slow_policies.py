@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -27,6 +28,15 @@ class Past:
         """q k / sqrt(D) of query head g at position p."""
         scale = math.sqrt(self.keys.shape[-1])
         return dict(zip(positions, (self.keys[positions] @ self.queries[g, p] / scale).tolist(), strict=True))
+
+    @cached_property
+    def paid(self) -> list[Scores]:
+        """The attention that each query pays, in the mean over the query heads."""
+        G, out = len(self.queries), []
+        for p, positions in enumerate(self.sees):
+            heads = [softmax(self.logits(g, p, positions)) for g in range(G)]
+            out.append({j: sum(head[j] for head in heads) / G for j in positions})
+        return out
 
 
 def softmax(logits: Scores) -> Scores:
@@ -51,14 +61,8 @@ def random(past: Past, held: list[int], window: int) -> Scores:
 
 
 def h2o(past: Past, held: list[int], window: int) -> Scores:
-    received = dict.fromkeys(held[:-window], 0.0)
-    G = len(past.queries)
-    for p in range(held[-1] + 1):
-        for g in range(G):
-            for j, weight in softmax(past.logits(g, p, past.sees[p])).items():
-                if j in received:
-                    received[j] += weight / G
-    return received
+    seen = held[-1] + 1
+    return {j: sum(past.paid[p].get(j, 0.0) for p in range(seen)) for j in held[:-window]}
 
 
 def snapkv(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:

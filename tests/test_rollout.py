@@ -1,0 +1,311 @@
+"""rollout.py as a specification: the identity limit, independence of rows, sampling, ends, counts."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+
+import pytest
+import torch
+from helpers import VisibilityMask, constant_model, held_after, replay, seeded, tiny_model, visibility
+from torch import Tensor
+
+import rollout as module
+from eval import sample_responses
+from grpo import consistency_ratio, rejection_mask, response_logprobs
+from kvcache import COMPRESSORS, LayerCache
+from rollout import Rollout, rollout, sample
+
+PROMPTS = [[1, 2, 3], list(range(4, 30)) * 2, [5, 6, 7, 8] * 4]  # below the window, beyond the cache, between
+R = 16
+sparse = partial(rollout, max_new_tokens=R, eos_ids=[2, 3], budget=16, buffer=5, window=4)
+
+
+@torch.no_grad()
+def dense_logprobs(model, r: Rollout, temperature: float = 1.0) -> Tensor:
+    """logp_old (N, R): what the learner says of the sampled tokens."""
+    return response_logprobs(model, r.tokens, r.prompt_lengths, r.mask, temperature=temperature)[0]
+
+
+# ------------------------------------------------------------------------------------------------ the identity limit
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_budget_that_covers_the_sequence_makes_sampler_and_dense_policy_one(compressor):
+    """Issue 2: logp_sparse = logp_old, xi = 1 to 1e-5, none rejected. (PyramidKV gives its last layer budget / 20.)"""
+    model, T = tiny_model(), 0.7
+    r = sparse(model, PROMPTS, group_size=2, compressor=compressor, budget=1600, temperature=T, generator=seeded(1))
+    logp_old = dense_logprobs(model, r, T)
+    assert (logp_old - r.logp_sparse).abs().max() < 1e-5
+    assert (consistency_ratio(logp_old, r.logp_sparse, r.mask) - 1).abs().max() < 1e-5
+    assert rejection_mask(logp_old, r.logp_sparse, r.mask).all()
+
+
+@pytest.mark.parametrize("compressor", [name for name, policy in COMPRESSORS.items() if policy.score])
+def test_a_small_budget_makes_them_differ(compressor):
+    """The other side of the limit: eviction is real, so the mismatch that Sparse-RL corrects is real."""
+    model = tiny_model()
+    r = sparse(model, PROMPTS, group_size=2, compressor=compressor, generator=seeded(1))
+    logp_old = dense_logprobs(model, r)
+    assert (logp_old - r.logp_sparse).abs().max() > 0.1
+
+
+def test_next_query_stands_at_the_number_of_tokens_seen():
+    """VeloxQuant-MLX 171, 389: after an eviction the query is rotated at the tokens seen, not at the keys kept."""
+    seen, attend = [], LayerCache.attend
+
+    def watched(self, queries, keys, values, positions):
+        seen.append(positions[:, -1].tolist())
+        return attend(self, queries, keys, values, positions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerCache, "attend", watched)
+        sparse(tiny_model(layers=1), [[4] * 7, [5] * 30], group_size=1, eos_ids=[], max_new_tokens=20)
+    assert seen[1:] == [[7 + t, 30 + t] for t in range(19)]  # seen[0] is the prefill
+
+
+# ------------------------------------------------------------------------------------------------ rows by themselves
+
+
+def assert_same_row(batch: Rollout, i: int, alone: Rollout, j: int = 0) -> None:
+    """Row i of one rollout is row j of another: tokens exactly, log-probs to 1e-5, evictions exactly."""
+    assert batch.response(i) == alone.response(j)
+    assert bool(batch.finished[i]) == bool(alone.finished[j])
+    n, T = int(batch.response_lengths[i]), int(batch.prompt_lengths[i] + batch.response_lengths[i])
+    assert (batch.logp_sparse[i, :n] - alone.logp_sparse[j, :n]).abs().max() < 1e-5
+    for ours, theirs in zip(batch.evicted_at, alone.evicted_at, strict=True):
+        assert torch.equal(ours[i, :, :T], theirs[j, :, :T])
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_row_does_not_depend_on_its_batch_mates(compressor):
+    """Design section 3; R-KV scores row 1 with row 0's redundancy. Row i alone meets its own uniform numbers again."""
+    model, prompts = tiny_model(), [*PROMPTS, [9] * 16, [1, 3] * 8]  # rows that are cut together, rows that end early
+    batch = sparse(model, prompts, group_size=1, compressor=compressor, record=True, generator=seeded(4))
+    assert batch.response_lengths.min() < batch.response_lengths.max()
+    for i, prompt in enumerate(prompts):
+        generator = seeded(4, skip=i * (1 + R))
+        alone = sparse(model, [prompt], group_size=1, compressor=compressor, record=True, generator=generator)
+        assert_same_row(batch, i, alone)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_earlier_rollouts_leave_no_trace(compressor):
+    """KVCache-Factory 15: state on the module; here neither a finished nor a broken rollout changes the next."""
+    model = tiny_model()
+    again = partial(sparse, model, PROMPTS[1:], group_size=2, compressor=compressor, record=True)
+    first = again(generator=seeded(5))
+    sparse(model, PROMPTS, group_size=3, compressor=compressor, generator=seeded(6))
+    with pytest.MonkeyPatch.context() as broken:
+        steps = iter(range(9))
+        broken.setattr(module, "sample", lambda *rest: sample(*rest) if next(steps) < 8 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            again(generator=seeded(7))
+    second = again(generator=seeded(5))
+    assert torch.equal(first.tokens, second.tokens) and torch.equal(first.logp_sparse, second.logp_sparse)
+    assert all(torch.equal(a, b) for a, b in zip(first.evicted_at, second.evicted_at, strict=True))
+
+
+def test_the_weights_and_the_prompts_are_left_untouched():
+    """nano-aha: an in-place write through a view made 3 response tokens 8."""
+    model, prompts = tiny_model(), [list(p) for p in PROMPTS]
+    before = [p.clone() for p in model.parameters()]
+    sparse(model, prompts, group_size=2, generator=seeded(1))
+    assert prompts == PROMPTS and all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("compressor", ["random", "snapkv"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once(compressor, rows):
+    """eval.sample_responses: batches are a matter of memory, not of the result."""
+    model = tiny_model()
+    settings = {"group_size": 2, "max_new_tokens": R, "eos_ids": [2, 3], "compressor": compressor}
+    settings |= {"budget": 16, "buffer": 5, "window": 4}
+    whole = rollout(model, PROMPTS, generator=seeded(8), **settings)
+    parts = sample_responses(model, PROMPTS, rows=rows, generator=seeded(8), **settings)
+    assert torch.equal(whole.tokens, parts.tokens)
+    assert (whole.logp_sparse - parts.logp_sparse).abs().max() < 1e-5
+
+
+def test_cat_of_two_calls_is_one_call():
+    """Tokens, lengths, log-probs and counts: the same as if all prompts had come at once."""
+    model, generator = tiny_model(), seeded(9)
+    parts = Rollout.cat([sparse(model, ps, group_size=2, generator=generator) for ps in (PROMPTS[:1], PROMPTS[1:])])
+    whole = sparse(model, PROMPTS, group_size=2, generator=seeded(9))
+    for name in ("tokens", "prompt_lengths", "response_lengths", "finished", "mask"):
+        assert torch.equal(getattr(parts, name), getattr(whole, name)), name
+    assert (parts.logp_sparse - whole.logp_sparse).abs().max() < 1e-5
+    assert (parts.cached_tokens, parts.dense_tokens) == (whole.cached_tokens, whole.dense_tokens)
+    assert {f.name for f in fields(Rollout)} == set(vars(parts))
+
+
+def test_groups_follow_the_order_of_the_prompts():
+    """nanoGRPO: prompts repeated AABB, samples tiled ABAB. The log-probs tell which prompt a response followed."""
+    model = tiny_model()
+    r = sparse(model, [[7, 8, 9], [11] * 5], group_size=3, compressor="full", generator=seeded(1))
+    assert r.prompt_lengths.tolist() == [3, 3, 3, 5, 5, 5]
+    assert [r.tokens[i, :n].tolist() for i, n in enumerate(r.prompt_lengths)] == [[7, 8, 9]] * 3 + [[11] * 5] * 3
+    assert (dense_logprobs(model, r) - r.logp_sparse).abs().max() < 1e-5
+
+
+def test_each_member_of_a_group_draws_its_first_token():
+    """nanochat PR 201: the first token was sampled once and copied to all samples of a prompt."""
+    r = sparse(constant_model([0.0] * 31), [[1]], group_size=16, max_new_tokens=1, eos_ids=[], generator=seeded(1))
+    assert len(set(r.tokens[:, 1].tolist())) > 4
+
+
+# ------------------------------------------------------------------------------------------------------- the sampler
+
+
+def test_log_prob_is_taken_at_the_sampling_temperature():
+    """trl PR 3029, 4159: logits [2, 1, 0, -1] at 0.6, token 1: -1.8747, and the learner says the same."""
+    logits = torch.tensor([[2.0, 1, 0, -1]])
+    token, logp = sample(logits, torch.tensor([0.9]), temperature=0.6)
+    assert (token.item(), round(logp.item(), 4)) == (1, -1.8747)
+    model = constant_model(logits[0].tolist())
+    r = sparse(model, [[0]], group_size=8, temperature=0.6, eos_ids=[], generator=seeded(1))
+    logp_old = dense_logprobs(model, r, 0.6)
+    ones = r.tokens[:, 1:] == 1
+    assert ones.any() and (r.logp_sparse[ones] + 1.8747).abs().max() < 1e-4
+    assert (logp_old - r.logp_sparse).abs().max() < 1e-5
+
+
+def test_frequencies_are_those_of_the_softmax():
+    """Inverse CDF: with evenly spread uniform numbers each token's share is its probability, to one draw."""
+    logits, n = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0]), 10_000
+    tokens, _ = sample(logits.expand(n, -1), (torch.arange(n) + 0.5) / n, temperature=2.0)
+    shares = torch.bincount(tokens, minlength=5) / n
+    assert (shares - (logits / 2).softmax(-1)).abs().max() <= 2 / n
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_token_of_probability_zero_is_never_drawn(top_p):
+    """Not even for u = 0 and for the largest u below 1, at the first, a middle and the last place."""
+    u = torch.tensor([0.0, 1e-30, 0.25, 0.5, 0.75, 1 - 2**-24])
+    impossible = torch.tensor([True, False, True, False, False, True, True])
+    logits = torch.zeros(7).masked_fill(impossible, -torch.inf)
+    tokens, logp = sample(logits.expand(len(u), -1), u, top_p=top_p)
+    assert not impossible[tokens].any() and logp.isfinite().all()
+    assert tokens[0] == 1 and tokens[-1] == 4
+
+
+def test_the_last_token_is_in_range_when_the_probabilities_sum_to_less_than_one():
+    """Rounding: over 50,000 equal logits the running sum does not end at 1, and u may lie above its end."""
+    logits = torch.zeros(1, 50_000)
+    tokens, logp = sample(logits, torch.tensor([1 - 2**-24]))
+    assert 49_000 < tokens.item() < 50_000 and abs(logp.item() + 10.8198) < 1e-3
+
+
+def test_top_p_keeps_the_nucleus_and_reports_the_full_softmax():
+    """trl 6789, ms-swift PR 8442: probabilities .5 .3 .15 .05 at top_p 0.7 leave two tokens; log-probs stay whole."""
+    p, n = torch.tensor([0.15, 0.5, 0.05, 0.3]), 1000
+    tokens, logp = sample(p.log().expand(n, -1), torch.arange(n) / n, top_p=0.7)
+    assert set(tokens.tolist()) == {1, 3}
+    assert abs((tokens == 1).double().mean().item() - 0.5 / 0.8) < 2 / n
+    assert torch.allclose(logp, p[tokens].log())
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    """Greedy decoding for evaluation; the uniform number does not matter, the log-prob is that of temperature 1."""
+    logits = torch.randn(64, 31, generator=seeded(1))
+    tokens, logp = sample(logits, torch.rand(64, generator=seeded(2)), temperature=0)
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.allclose(logp, logits.log_softmax(-1).amax(-1))
+
+
+# --------------------------------------------------------------------------------------------------- ends and masks
+
+
+def test_the_sampled_eos_belongs_to_the_response():
+    """rasbt PR 185, RAGEN 59: an EOS that is dropped is never trained. Here: token, mask and log-prob."""
+    r = sparse(tiny_model(), PROMPTS, group_size=4, generator=seeded(1))
+    assert r.finished.any() and not r.finished.all()
+    for i, n in enumerate(r.response_lengths.tolist()):
+        eos = [t for t, token in enumerate(r.response(i)) if token in (2, 3)]
+        assert eos == ([n - 1] if r.finished[i] else [])
+        assert r.finished[i] or n == R
+        assert r.mask[i].sum() == n and (r.logp_sparse[i, :n] < 0).all() and not r.logp_sparse[i, n:].any()
+
+
+def test_a_row_ends_at_any_of_several_eos_ids():
+    """trl PR 7039: models have several, such as <|im_end|> and <|endoftext|>."""
+    r = sparse(constant_model([0.0] * 8), [[1]], group_size=32, eos_ids=[5, 7], generator=seeded(1))
+    assert {r.response(i)[-1] for i in range(32) if r.finished[i]} == {5, 7}
+
+
+def test_a_sampled_pad_id_is_an_ordinary_token():
+    """GRPO-Zero, trl PR 6357: a row that samples the padding's id goes on, and the mask counts it."""
+    r = sparse(constant_model([9.0, 0.0, 0.0]), [[0, 0]], group_size=4, eos_ids=[2], generator=seeded(1))
+    zeros = [i for i in range(4) if 0 in r.response(i)[:-1]]
+    assert zeros
+    for i in range(4):
+        assert r.mask[i].sum() == r.response_lengths[i] == len(r.response(i))
+
+
+def test_an_eos_in_the_prompt_ends_nothing():
+    """Masks come from lengths (trl PR 6357): chat prompts are full of end-of-turn tokens."""
+    r = sparse(constant_model([0.0, 0.0, -99.0]), [[2, 2, 1, 2]], group_size=2, eos_ids=[2], generator=seeded(1))
+    assert r.response_lengths.tolist() == [R, R] and not r.finished.any()
+
+
+def test_the_log_probs_are_those_of_the_very_ids_in_the_record():
+    """rllm 816, slime PR 117: the learner consumes the sampled ids; each log-prob is found again at its own id."""
+    model = tiny_model()
+    r = sparse(model, PROMPTS, group_size=2, record=True, generator=seeded(1))
+    assert (replay(model, r)[0] - r.logp_sparse).abs().max() < 1e-5
+    r.tokens[:, -1] = (r.tokens[:, -1] + 1) % 31
+    assert (replay(model, r)[0] - r.logp_sparse).abs().max() > 1e-2
+
+
+def test_no_prompt_and_an_empty_prompt_are_refused():
+    """There is no first logit without a token."""
+    for prompts in ([], [[1], []]):
+        with pytest.raises(ValueError, match="at least one"):
+            sparse(tiny_model(), prompts, group_size=1)
+
+
+def test_evaluation_after_prefill_of_one_token_prompts_equals_the_dense_model():
+    """The smallest prompt: a batch of single tokens is a prefill of length 1."""
+    model = tiny_model()
+    r = sparse(model, [[4], [5]], group_size=1, compressor="full", record=True, generator=seeded(1))
+    mask = VisibilityMask(visibility(r.evicted_at, r.tokens.shape[1]))
+    assert torch.allclose(model(r.tokens), model(r.tokens, cache=mask), atol=1e-5)
+    assert (replay(model, r)[0] - r.logp_sparse).abs().max() < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------------ counts
+
+
+def test_saved_tokens_are_counted_by_hand():
+    """Budget 8, buffer 2, prompts of 3 and 12, 6 steps: held 3 4 5 6 7 8 and (cut at 10) 8 9 8 9 8 9."""
+    r = rollout(
+        tiny_model(), [[4] * 3, [5] * 12], group_size=1, max_new_tokens=6, eos_ids=[], budget=8, buffer=2, window=2,
+        compressor="snapkv", generator=seeded(1),
+    )  # fmt: skip
+    assert r.cached_tokens == (3 + 4 + 5 + 6 + 7 + 8) + (8 + 9 + 8 + 9 + 8 + 9)
+    assert r.dense_tokens == (3 + 4 + 5 + 6 + 7 + 8) + (12 + 13 + 14 + 15 + 16 + 17)
+    assert r.kv_saved == 1 - 84 / 120
+
+
+def test_finished_rows_are_not_counted():
+    """Each of 2 x 4 rows counts for as many steps as it samples tokens; `full` saves nothing."""
+    r = sparse(tiny_model(), PROMPTS, group_size=4, compressor="full", generator=seeded(1))
+    steps = zip(r.prompt_lengths.tolist(), r.response_lengths.tolist(), strict=True)
+    assert r.cached_tokens == r.dense_tokens == sum(P + t for P, n in steps for t in range(n))
+    assert r.kv_saved == 0
+
+
+def test_bytes_of_the_dense_cache_are_those_that_full_allocates():
+    """What the memory of a sparse rollout is compared with."""
+    r = sparse(tiny_model(), PROMPTS, group_size=2, compressor="full")
+    assert r.dense_bytes == r.cache_bytes["keys"] + r.cache_bytes["values"]
+
+
+def test_held_keys_never_exceed_budget_plus_buffer():
+    """SnapKV 23, KVCache-Factory 20: at each step, in each row and head, not only at prefill."""
+    r = sparse(tiny_model(), PROMPTS, group_size=1, eos_ids=[], record=True, generator=seeded(1))
+    for i, head in ((i, head) for i in range(3) for head in range(2)):
+        gone = r.evicted_at[0][i, head].tolist()
+        P = int(r.prompt_lengths[i])
+        counts = [len(held_after(gone, seen)) for seen in range(P, P + R)]
+        assert max(counts) <= 20 and 16 in counts
