@@ -91,7 +91,7 @@ def token_logprobs(
         logits = wide(head(h)) / temperature  # (chunk, V)
         total = logits.logsumexp(-1)
         with torch.no_grad():
-            entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+            entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
         return logits.gather(-1, target[:, None])[:, 0] - total, entropy
 
     pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True)
@@ -202,7 +202,7 @@ def has_signal(advantages: Tensor, correction: Correction) -> Tensor:
 def kl_to_reference(logp: Tensor, logp_ref: Tensor, mask: Tensor) -> Tensor:
     """k3 (N, R) = exp(ref - new) - (ref - new) - 1, never negative, 0 outside the mask (Schulman 2020)."""
     difference = log_ratio(logp_ref, logp, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return difference.exp() - difference - 1
+    return difference.expm1() - difference  # expm1: exp(d) - 1 without losing the digits of a small d
 
 
 def policy_loss(
@@ -298,7 +298,9 @@ def mismatch_metrics(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilo
     """
     mask = mask.bool()
     accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon)
-    log_xi = log_ratio(logp_old, logp_sparse, mask)[mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).nan_to_num(-MAX_LOG_RATIO)
+    log_xi = (
+        log_ratio(logp_old, logp_sparse, mask)[mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).nan_to_num(-MAX_LOG_RATIO)
+    )
     if not len(log_xi):
         log_xi = log_xi.new_zeros(1)
     ranked, xi = log_xi.sort().values, log_xi.exp()
@@ -309,7 +311,7 @@ def mismatch_metrics(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilo
         "xi_min": xi.min(),
         **quantile,
         "log_xi_abs": log_xi.abs().mean(),
-        "sampler_kl": (xi - 1 - log_xi).mean(),
+        "sampler_kl": (log_xi.expm1() - log_xi).mean(),
         "ess": xi.sum() ** 2 / (len(xi) * (xi**2).sum()),
     }
     return {name: float(value) for name, value in values.items()}
