@@ -257,11 +257,11 @@ def policy_loss(
     w = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (N, R), 1 where not kept
     A = wide(advantages)[:, None]  # (N, 1)
     policy = xi * torch.minimum(w * A, w.clamp(1 - clip[0], 1 + clip[1]) * A)  # (N, R), 0 where not kept
-    kl = kl_to_reference(logp, logp_ref, c.kept) if kl_coef else torch.zeros_like(policy)
+    kl = torch.zeros_like(policy) if logp_ref is None else kl_to_reference(logp, logp_ref.detach(), c.kept)
 
     all_tokens = mask.sum() if total_tokens is None else total_tokens
     responses = len(mask) if total is None else total
-    lengths = (c.kept if correction == "released" else mask).sum(1, keepdim=True).clamp(min=1)  # (N, 1)
+    lengths = c.kept.sum(1, keepdim=True).clamp(min=1)  # (N, 1); a rejected response is 0 over 1
     scale = {
         "response": lambda: responses * lengths,
         "token": lambda: max(1, int(all_tokens)),
