@@ -118,6 +118,28 @@ def state_stays_behind(patch):
     patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "positions"))
 
 
+def positions_stay_behind(patch):
+    """Keys move to the front, their positions do not."""
+    patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "state"))
+
+
+def rows_cut_together(patch):
+    """As soon as one row is full, all are cut: a row depends on its batch-mates."""
+    attend = LayerCache.attend
+
+    def together(self, queries, keys, values, positions):
+        B = len(queries)
+        before = self.length[:B].clone()
+        out = attend(self, queries, keys, values, positions)
+        over = self.length[:B] > self.budget
+        if (self.length[:B] < before).any() and over.any():
+            self._cut(self.parts, over.nonzero()[:, 0], positions[:, 0] + 1)
+            self.length[:B][over] = self.budget
+        return out
+
+    patch.setattr(LayerCache, "attend", together)
+
+
 def fresh_draws(patch):
     """`random` draws again at each cut."""
     replace_policy(patch, "random", score=lambda held: torch.rand(held.positions.shape))

@@ -16,7 +16,17 @@ from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_mode
 from torch import Tensor
 
 from eval import encode, load_problems, load_tokenizer
-from kvcache import COMPRESSORS, EMPTY, Held, KVCache, LayerCache, choose, pyramid_budgets, uniform_hash
+from kvcache import (
+    COMPRESSORS,
+    EMPTY,
+    Held,
+    KVCache,
+    LayerCache,
+    choose,
+    prompt_attention,
+    pyramid_budgets,
+    uniform_hash,
+)
 from model import load_model
 from rollout import cache_for, rollout
 
@@ -43,7 +53,13 @@ def recorded(model, compressor, *, group_size=2, max_new_tokens=24, **settings):
 
 @pytest.mark.parametrize(
     ("kv_heads", "dtype", "tolerance"),
-    [(1, torch.float32, 1e-5), (2, torch.float32, 1e-5), (4, torch.float32, 1e-5), (2, torch.float64, 1e-12)],
+    [
+        (1, torch.float32, 1e-5),
+        (2, torch.float32, 1e-5),
+        (4, torch.float32, 1e-5),
+        (2, torch.float64, 1e-12),
+        (2, torch.bfloat16, 0.1),
+    ],
 )
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_compressed_sampling_equals_one_dense_forward_under_the_mask_of_its_evictions(
@@ -232,6 +248,15 @@ def test_unused_slots_are_zero(run):
         assert not empty["keys"].any() and not empty["values"].any() and (empty["positions"] == EMPTY).all()
 
 
+def test_scoring_leaves_the_cache_untouched(run):
+    """nano-aha: an in-place write through a view; a policy is a pure function of what is held."""
+    for layer in range(run.layers):
+        cache = run.cache[layer]
+        before = {name: part.clone() for name, part in cache.parts.items()}
+        cache.policy.score(Held(cache.parts, slice(0, len(run.prompts)), run.window))
+        assert all(torch.equal(before[name], part) for name, part in cache.parts.items())
+
+
 def test_token_attends_to_all_that_is_held_before_the_cut(run):
     """VeloxQuant-MLX 370: attend, then cut, at prefill as well; padding and empty slots are never attended."""
     for layer, b, k in itertools.product(range(run.layers), *map(range, run.keys.shape[1:3])):
@@ -330,6 +355,16 @@ def test_streaming_keeps_four_sinks_and_the_newest():
 def test_h2o_accumulates_over_all_queries():
     """H2O 2306.14048: sums 1.74 and 1.17; the last query alone, as in the public code, gives 0.24 and 0.67."""
     assert keeps("h2o", [[1.0], [2.0], [0.0]], [[0.0], [0.0], [1.0]], budget=2) == [0, 2]
+
+
+def test_h2o_sums_of_a_prompt_do_not_depend_on_the_chunk():
+    """Issue 3, point 1: queries come in chunks, so that T x T weights never exist; padding pays nothing."""
+    q, k = torch.randn(2, 4, 50, 8, generator=seeded(0)), torch.randn(2, 2, 50, 8, generator=seeded(1))
+    pad = torch.arange(50).expand(2, 1, 50) >= torch.tensor([50, 33])[:, None, None]  # (B, 1, T)
+    whole = prompt_attention(q, k, pad)  # (B, K, T)
+    assert torch.allclose(prompt_attention(q, k, pad, chunk=7), whole, atol=1e-5)
+    assert torch.allclose(whole.sum(-1), torch.tensor([[50.0], [33.0]]))  # each query pays 1 in all
+    assert not whole[1, :, 33:].any()
 
 
 def test_rkv_lets_nothing_off_for_a_key_without_a_similar_one():
@@ -455,6 +490,13 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentenc
     """R-KV 7: the default options crash. Here they are checked together, before anything is allocated."""
     with pytest.raises(ValueError, match=sentence):
         cache_for(tiny_model().config, 1, 10, **settings)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_default_settings_work_together(compressor):
+    """R-KV 7: budget 512, buffer 128, window 8 are accepted for every compressor."""
+    cache = cache_for(tiny_model().config, 1, 700, compressor=compressor)
+    assert cache[0].slots == {"full": 700, "pyramidkv": 998 + 128}.get(compressor, 640)
 
 
 def test_many_tokens_are_refused_by_a_cache_that_is_not_empty():
