@@ -46,7 +46,7 @@ CAUGHT = [
     (faulty.budget_at_prefill_only, rollout.test_held_keys_never_exceed_budget_plus_buffer),
     (faulty.dirty_slots, of_run(cache.test_unused_slots_are_zero, "snapkv")),
     (faulty.grow_by_gathering, partial(cache.test_memory_stays_where_it_is_through_a_rollout, "snapkv")),
-    (faulty.lose_the_state_of_dropped_rows, partial(rollout.test_a_row_does_not_depend_on_its_batch_mates, "rkv")),
+    (faulty.lose_the_state_of_dropped_rows, partial(cache.test_dropped_rows_leave_the_others_whole, "snapkv")),
     (faulty.lose_the_state_of_dropped_rows, partial(rollout.test_a_row_does_not_depend_on_its_batch_mates, "random")),
     (faulty.only_the_first_is_compressed, partial(rollout.test_earlier_rollouts_leave_no_trace, "snapkv")),
     (faulty.capacity_overwritten, cache.test_a_cache_does_not_change_the_settings_of_the_next),

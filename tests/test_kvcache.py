@@ -457,6 +457,19 @@ def test_memory_stays_where_it_is_through_a_rollout(compressor):
     assert len(seen) == model.config.layers
 
 
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_dropped_rows_leave_the_others_whole(compressor):
+    """Design section 3: rows are compacted in place with all that belongs to them, whatever a policy keeps beside."""
+    model = tiny_model()
+    cache = cache_for(model.config, 5, 99, compressor=compressor, seeds=torch.arange(5), **SMALL)
+    model.hidden(torch.randint(31, (5, 18), generator=seeded(0)), cache=cache)
+    before = [{name: part.clone() for name, part in layer.parts.items()} for layer in cache]
+    order = cache.keep(torch.tensor([False, True, False, True, True]))
+    assert sorted(order.tolist()) == [1, 3, 4] and cache.active == 3
+    for layer, parts in zip(cache, before, strict=True):
+        assert all(torch.equal(layer.parts[name][:3], part[order]) for name, part in parts.items())
+
+
 @pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv"])
 def test_cut_allocates_at_most_one_layers_survivors(compressor):
     """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines are S x S.)"""
