@@ -328,7 +328,7 @@ class EvalConfig:
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
     limit: int = option(0, "only the first so many problems; 0 takes all")
-    compressor: str = option("snapkv", "KV policy of the sparse row", choices=list(COMPRESSORS))
+    compressor: str = option("snapkv", "KV policy of the sparse row", choices=COMPRESSORS)
     budget: int = option(512, "keys that survive a cut, per layer and KV head")
     buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
     window: int = option(8, "newest tokens that always survive, and whose queries score the others")

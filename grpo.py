@@ -40,6 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -95,7 +96,8 @@ def token_logprobs(
         return logits.gather(-1, target[:, None])[:, 0] - total, entropy
 
     pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True)
-    outputs = [checkpoint(piece, h, t, use_reentrant=False) for h, t in pieces]
+    apply = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
+    outputs = [apply(h, t) for h, t in pieces]
     logp, entropy = (torch.cat(parts).view(targets.shape) for parts in zip(*outputs, strict=True))
     return logp, entropy
 

@@ -15,6 +15,7 @@ Shapes: B rows, T tokens, S slots, H query heads, K KV heads, D head dimension, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,27 +157,29 @@ def snapkv(held: Held, kernel: int = 7) -> Tensor:
     return pool_older(attention.mean(dim=(2, 3)), held, kernel)
 
 
-def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7) -> Tensor:
+def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7, chunk: int = 64) -> Tensor:
     """R-KV (2505.24133): `weight` * importance - (1 - `weight`) * redundancy.
 
     Importance is SnapKV's with two changes: the logits are max-pooled over the query heads of a KV head before the
     softmax, and the softmax runs over the older keys only. Redundancy is the mean cosine between a key and every
     held key, after the newest similar key of each (cosine > `threshold`) was let off, as a softmax over held keys.
     The threshold does not remove small cosines from the mean. Where a key has no similar one, the public code lets
-    off slot 0 instead, which is a slip; here nothing is let off.
+    off slot 0 instead, which is a slip; here nothing is let off. Cosines are taken `chunk` rows at a time, so that
+    S x S of them never exist.
     """
     logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
     importance = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1).mean(dim=2)  # (B, K, S)
 
-    used, S = held.used, held.keys.shape[2]
-    unit = F.normalize(wide(held.keys), dim=-1)
-    cosine = unit @ unit.mT  # (B, K, S, S): row i is how similar each key is to key i
-    slots = torch.arange(S, device=cosine.device)
-    apart = used[..., :, None] & used[..., None, :] & (slots[:, None] != slots)
-    cosine = cosine.masked_fill(~apart, 0)
-    newest_similar = torch.where(cosine > threshold, slots, -1).amax(-1, keepdim=True)  # (B, K, S, 1)
-    cosine = cosine.masked_fill(slots == newest_similar, 0)
-    mean = cosine.sum(dim=2) / used.sum(-1, keepdim=True)  # (B, K, S)
+    used, unit = held.used, F.normalize(wide(held.keys), dim=-1)  # (B, K, S), (B, K, S, D)
+    slots = torch.arange(unit.shape[2], device=unit.device)
+    total = torch.zeros(used.shape, dtype=unit.dtype, device=unit.device)  # (B, K, S)
+    for rows in slots.split(chunk):  # how similar every key is to key i, a few i at a time
+        cosine = unit[:, :, rows] @ unit.mT  # (B, K, chunk, S)
+        apart = used[:, :, rows, None] & used[:, :, None] & (rows[:, None] != slots)
+        cosine = cosine.masked_fill(~apart, 0)
+        newest_similar = ((cosine > threshold) * (slots + 1)).amax(-1, keepdim=True) - 1  # -1 if there is none
+        total += cosine.masked_fill(slots == newest_similar, 0).sum(dim=2)
+    mean = total / used.sum(-1, keepdim=True)
     redundancy = mean.masked_fill(~used, -math.inf).softmax(-1)
     return weight * pool_older(importance, held, kernel) - (1 - weight) * redundancy
 
@@ -192,11 +195,10 @@ def pyramid_budgets(budget: int, layers: int, window: int, beta: float = 20.0) -
     The last layer gets budget / beta, but at least window + 1. The public code scales a capacity that it overwrites
     at every call; here the budgets are computed once.
     """
-    last = max(budget / beta, window + 1)
-    first = 2 * budget - last
-    ideal = [first + (last - first) * i / max(1, layers - 1) for i in range(layers)] if layers > 1 else [budget]
-    edges = [round(sum(ideal[:i])) for i in range(layers + 1)]  # rounding the running sum keeps the total exact
-    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    spread = budget - max(budget / beta, window + 1)  # of the first and the last layer around the mean
+    ideal = [budget + spread * (layers - 1 - 2 * layer) / max(1, layers - 1) for layer in range(layers)]
+    sums = [round(total) for total in itertools.accumulate(ideal, initial=0.0)]  # rounded sums keep the total exact
+    return [after - before for before, after in itertools.pairwise(sums)]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Rollout:
     response_lengths: Tensor  # (N,) the sampled EOS included
     logp_sparse: Tensor  # (N, R) log-prob of each sampled token under the sampler, 0 in the padding
     finished: Tensor  # (N,) bool: ended with an EOS; the others were truncated
-    cached_tokens: float  # keys held per layer, summed over rows and steps
+    cached_tokens: float  # keys held per layer after each step's cut, summed over rows and steps
     dense_tokens: float  # the same for a cache that never evicts
     cache_bytes: dict[str, int]  # allocated by part (KVCache.nbytes), the largest of all calls
     dense_bytes: int  # keys and values that a dense cache of the same rows allocates
@@ -179,7 +179,9 @@ def rollout(
     eos = torch.tensor(list(eos_ids), device=device)
     cached_tokens = dense_tokens = 0.0
     rows = torch.arange(N)  # the response that each active row of the cache belongs to
-    for t in tqdm(range(max_new_tokens), desc="rollout", unit="tok", leave=False, mininterval=0.5, disable=not progress):
+    for t in tqdm(
+        range(max_new_tokens), desc="rollout", unit="tok", leave=False, mininterval=0.5, disable=not progress
+    ):
         cached_tokens += cache.tokens
         dense_tokens += float((prompt_lengths[rows] + t).sum())
         here = rows.to(device)

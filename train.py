@@ -78,7 +78,7 @@ class Config:
     resume: str = option("", "continue the run in this folder from its newest checkpoint, with its settings")
     dry_run: bool = option(False, "print the plan (lengths, memory, whether anything is evicted) and stop")
     # Sampling with the compressed cache
-    compressor: str = option("snapkv", "KV policy of the sampler; full is dense GRPO", choices=list(COMPRESSORS))
+    compressor: str = option("snapkv", "KV policy of the sampler; full is dense GRPO", choices=COMPRESSORS)
     budget: int = option(512, "keys that survive a cut, per layer and KV head")
     buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
     window: int = option(8, "newest tokens that always survive, and whose queries score the others")
@@ -90,7 +90,7 @@ class Config:
     temperature: float = option(1.0, "of the sampler and of every log-prob; training has no top-p or top-k")
     rollout_rows: int = option(256, "responses sampled at a time; memory grows with it, results do not change")
     # The objective
-    correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=list(CORRECTIONS))
+    correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=CORRECTIONS)
     epsilon: float = option(1e-4, "a response with some ratio xi below this is rejected")
     xi_cap: float | None = option(None, "truncate the weights xi at this value")
     clip_low: float = option(0.2, "the staleness ratio is clipped below at 1 - this")
@@ -424,16 +424,17 @@ def plan(job: Job) -> str:
     held, dense_held = (sum(x.nbytes.values()) for x in (cache, dense))
     count = sum(p.numel() for p in job.decoder.parameters())
     copies = 5 if job.reference else 4  # weights, gradients, two moments; the reference
-    slots = min(layer.slots for layer in cache.layers)
+    slots, budgets = (sorted({getattr(layer, name) for layer in cache.layers}) for name in ("slots", "budget"))
     if config.compressor == "full":
         eviction = "none: compressor full is dense GRPO"
-    elif longest <= slots:  # the last token sampled is never cached
+    elif longest <= slots[0]:  # the last token sampled is never cached
         eviction = (
-            f"NEVER: a row holds at most {longest - 1} keys and is cut at budget + buffer = {slots}, so this run is "
+            f"NEVER: a row holds at most {longest - 1} keys and is cut at budget + buffer = {slots[0]}, so this run is "
             "dense. Lower --budget or --buffer, or raise --max-new-tokens"
         )
     else:
-        eviction = f"a row is cut to {config.budget} keys whenever it holds budget + buffer = {slots}"
+        keys, full = (" to ".join(map(str, (x[0], x[-1])[: len(x)])) for x in (budgets, slots))
+        eviction = f"a row is cut to {keys} keys whenever it holds budget + buffer = {full}"
     return "\n".join(
         [
             f"model     {config.model}: {count:,} parameters; "

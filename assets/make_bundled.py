@@ -255,14 +255,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder for model/ and the problems")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--updates", type=int, default=2400, help="0 makes the problems only")
+    parser.add_argument("--updates", type=int, default=2000, help="0 makes the problems only")
     parser.add_argument("--tokens", type=int, default=3000, help="tokens an update")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument(
-        "--masked", type=float, default=0.6, help="share of batches with evicted keys; the knob of tolerance"
+        "--masked", type=float, default=0.4, help="share of batches with evicted keys; the knob of tolerance"
     )
     parser.add_argument(
-        "--noisy-facts", type=int, default=4, help="digit facts that the teacher gets wrong half of the time"
+        "--noisy-facts", type=int, default=10, help="digit facts that the teacher gets wrong half of the time"
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

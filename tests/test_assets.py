@@ -13,7 +13,7 @@ from eval import ASSETS, encode, extract_answer, load_problems, load_tokenizer
 from model import load_model
 
 sys.path.insert(0, str(ASSETS))
-import make_bundled  # noqa: E402
+import make_bundled
 
 SETS = [f"{length}-{part}" for length in ("long", "short") for part in ("train", "heldout")]
 

@@ -7,30 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_model
 from safetensors.torch import load_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import eval as evaluation
 import train
-from model import load_model, save_model
-
-CHARACTERS = ["?", "<end>", "\\boxed{", "}", *"0123456789+= "]
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    """A folder with a tiny random model and problems for it."""
-    folder = tmp_path_factory.mktemp("files")
-    save_model(tiny_model(vocab_size=len(CHARACTERS), std=0.1, eos_token_id=1), folder / "model")
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|<end>|."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
-    for part in ("train", "heldout"):
-        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(2)]
-        (folder / f"p-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+from model import load_model
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,29 @@
+"""A model folder and problems of a few kilobytes, for tests of whole command lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import tiny_model
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from model import save_model
+
+CHARACTERS = ["?", "<end>", "\\boxed{", "}", *"0123456789+= "]
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory) -> Path:
+    """A folder with a tiny random model and problems for it."""
+    folder = tmp_path_factory.mktemp("files")
+    save_model(tiny_model(vocab_size=len(CHARACTERS), std=0.1, eos_token_id=1), folder / "model")
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|<end>|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    for part in ("train", "heldout"):
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(2)]
+        (folder / f"p-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

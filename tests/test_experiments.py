@@ -1,0 +1,37 @@
+"""The scripts in experiments/ and benchmarks/ at toy size."""
+
+from __future__ import annotations
+
+import json
+import runpy
+
+import pytest
+
+from eval import ASSETS
+from kvcache import COMPRESSORS
+
+ROOT = ASSETS.parent
+
+
+def test_the_comparison_of_policies_has_a_line_for_each(files, tmp_path, capsys):
+    """`full` once, every other policy at every budget; full is the noise floor."""
+    main = runpy.run_path(str(ROOT / "experiments" / "compressors.py"))["main"]
+    options = "--limit 3 --budgets 8,12 --buffer 4 --window 2 --max-new-tokens 24"
+    paths = ["--model", files / "model", "--data", files / "p-heldout.jsonl", "--out", tmp_path / "r.json"]
+    main([*map(str, paths), *options.split()])
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert len(results) == 1 + 2 * (len(COMPRESSORS) - 1)
+    assert results[0]["compressor"] == "full" and results[0]["kv_saved"] == 0 and results[0]["sampler_kl"] < 1e-9
+    assert all(r["kv_saved"] > 0 for r in results[1:] if r["budget"] == 8)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMPRESSORS)
+
+
+def test_the_memory_benchmark_measures_what_it_says():
+    """The two ways of scoring agree; dense and compressed sampling hold the bytes of the formula."""
+    module = runpy.run_path(str(ROOT / "benchmarks" / "memory.py"))
+    whole, chunks = (module["log_probs"](way, 300, 500) for way in ("whole", "chunks"))
+    assert all(whole[name] == pytest.approx(chunks[name], rel=1e-5) for name in ("logp", "entropy", "gradient"))
+    for compressor, slots in (("full", 40), ("snapkv", 512 + 128)):
+        report = module["sample"](compressor, rows=2, tokens=40)
+        assert report["keys and values"] == 2 * 4 * 2 * 2 * slots * 32 * 4  # 2 L B K S D itemsize
