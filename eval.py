@@ -44,13 +44,33 @@ class Problem:
 
 
 def reference_answer(row: dict) -> str | None:
-    """The reference in a row: `label`, `answer` (after #### if it has that), `final_answer`, or boxed in `solution`."""
+    """The reference in a row: `label`, `answer` (after #### if it has that), `final_answer`, or boxed in `solution`.
+
+    A list of one stands for its element. None if there is none; ValueError if it is neither text nor number.
+    """
     for key in ("label", "answer", "final_answer"):
         value = row.get(key)
-        value = value[0] if isinstance(value, list) and value else value
-        if value not in (None, "", []):
-            return str(value).split("####")[-1].strip()
-    return extract_answer(str(row.get("solution", "")))
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if value is None or value == []:
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"`{key}` is {value!r}, an answer is text or a number")
+        if text := str(value).split("####")[-1].strip():
+            return text
+    return extract_answer(str(row.get("solution", ""))) or None
+
+
+def prompt_of(row: dict) -> str | list[dict[str, str]]:
+    """The prompt of a row: its `prompt` as it is, or its question as a message that asks for a boxed answer."""
+    prompt, question = row.get("prompt"), row.get("question") or row.get("problem")
+    if not prompt and isinstance(question, str):
+        return [{"role": "user", "content": question + INSTRUCTION}]
+    texts = [prompt]
+    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+        texts = [message.get(key) for message in prompt for key in ("role", "content")]
+    if not prompt or not all(isinstance(text, str) for text in texts):
+        raise ValueError("no `prompt` (text, or messages of role and content), `question` or `problem` in this row")
+    return prompt
 
 
 def load_problems(path) -> list[Problem]:
@@ -61,7 +81,7 @@ def load_problems(path) -> list[Problem]:
     """
     path, problems, unanswered = Path(path), [], 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"cannot read the problems in {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -71,18 +91,18 @@ def load_problems(path) -> list[Problem]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+            if not isinstance(row, dict):
+                raise ValueError(f"a problem is a JSON object, not {type(row).__name__}")
+            json.dumps(row, ensure_ascii=False).encode("utf-8")  # lone surrogates end here
+            prompt, answer = prompt_of(row), reference_answer(row)
+        except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: a problem is a JSON object, not {type(row).__name__}")
-        prompt, question = row.get("prompt"), row.get("question") or row.get("problem")
-        if not prompt and not question:
-            raise ValueError(f"{path}, line {number}: no `prompt`, `question` or `problem` in this row")
-        answer = reference_answer(row)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
         if answer is None:
             unanswered += 1
-            continue
-        problems.append(Problem(prompt or [{"role": "user", "content": str(question) + INSTRUCTION}], answer))
+        else:
+            problems.append(Problem(prompt, answer))
     if unanswered:
         print(f"{path}: {unanswered} of {unanswered + len(problems)} rows have no answer and are left out")
     if not problems:
@@ -105,6 +125,20 @@ def encode(problems: list[Problem], tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(render(p.prompt, tokenizer), add_special_tokens=False).ids for p in problems]
 
 
+def check_prompts(problems: list[Problem], tokenizer: Tokenizer, vocabulary: int) -> list[int]:
+    """The length of each prompt; ValueError for one without tokens, or with ids that the model does not have."""
+    prompts = encode(problems, tokenizer)
+    for ids, problem in zip(prompts, problems, strict=True):
+        if not ids:
+            raise ValueError(f"the prompt {problem.prompt!r} has no tokens: remove it from the problems")
+        if max(ids) >= vocabulary:
+            raise ValueError(
+                f"token id {max(ids)} in a prompt, but the model's vocabulary has {vocabulary}: its tokenizer.json "
+                "belongs to another model"
+            )
+    return [len(ids) for ids in prompts]
+
+
 def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
     """The folder's tokenizer and its EOS ids, from generation_config.json or else config.json (one or several)."""
     folder = Path(folder)
@@ -115,10 +149,15 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{file} is not a tokenizer ({error})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     for name in ("generation_config.json", "config.json"):
         eos = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
         if eos is not None:
-            return tokenizer, [eos] if isinstance(eos, int) else list(eos)
+            ids = eos if isinstance(eos, list) else [eos]
+            if not ids or not all(type(i) is int and 0 <= i < tokenizer.get_vocab_size() for i in ids):
+                raise ValueError(f"{folder / name}: eos_token_id = {eos!r} is no id, or list of ids, of the tokenizer")
+            return tokenizer, ids
     raise ValueError(f"{folder}: no eos_token_id in generation_config.json or config.json, so no response could end")
 
 
@@ -126,16 +165,16 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
 
 
 def extract_answer(response: str) -> str | None:
-    """The content of the last complete \\boxed{...}, braces balanced; None if there is none."""
-    start = response.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for end in range(start + len("\\boxed"), len(response)):
-            depth += {"{": 1, "}": -1}.get(response[end], 0)
-            if depth == 0:
-                return response[start + len("\\boxed{") : end].strip()
-        start = response.rfind("\\boxed{", 0, start)
-    return None
+    """The content of the last complete \\boxed{...}, braces balanced; None if there is none. Linear in the text."""
+    opened, last = [], None  # open braces; (start, end) of the box that opens last
+    for place, character in enumerate(response):
+        if character == "{":
+            opened.append(place)
+        elif character == "}" and opened:
+            start = opened.pop()
+            if response.endswith("\\boxed", 0, start) and (last is None or start > last[0]):
+                last = start, place
+    return None if last is None else response[last[0] + 1 : last[1]].strip()
 
 
 def number(text: str) -> Fraction | None:
@@ -156,9 +195,8 @@ def is_equal(answer: str, reference: str) -> bool:
         return a == b
 
     def plain(text: str) -> str:
-        return re.sub(
-            r"\s|\$|\\left|\\right|\\[,!;]", "", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-        )
+        text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
+        return re.sub(r"\s|\$|\\(left|right)(?![a-zA-Z])|\\[,!;]", "", text)
 
     return plain(answer) == plain(reference)
 
@@ -273,10 +311,10 @@ def parse_config(config_class, argv: list[str] | None, prog: str, description: s
         if f.metadata["choices"]:
             how["choices"] = f.metadata["choices"]
         parser.add_argument(f"--{f.name.replace('_', '-')}", help=text.replace("%", "%%"), **how)
-    given = vars(parser.parse_args(argv))
     try:
+        given = vars(parser.parse_args(argv))
         return config_class(**given), given
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         parser.error(str(error))
 
 
@@ -296,11 +334,11 @@ def pick_device(name: str, threads: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def one_sentence(prog: str):
-    """Turn what a user can mend (ValueError, OSError) into one line on stderr and exit code 2."""
+def one_sentence(prog: str, errors=(ValueError, OSError)):
+    """Turn what a user can mend into one line on stderr and exit code 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except errors as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -350,10 +388,10 @@ class EvalConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.limit < 0 or self.threads < 0:
             raise ValueError("--limit and --threads must be 0 or more")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"--temperature must be 0 (greedy) or above, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p must be above 0 and at most 1, not {self.top_p}")
+        if self.temperature != 0 and not 1e-3 <= self.temperature < math.inf:
+            raise ValueError(f"--temperature must be 0 (greedy) or at least 0.001, not {self.temperature}")
+        if not 1e-6 <= self.top_p <= 1:
+            raise ValueError(f"--top-p must be at least 0.000001 and at most 1, not {self.top_p}")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"--samples {self.samples} greedy responses would all be the same: set --temperature")
 
@@ -361,7 +399,7 @@ class EvalConfig:
 def append(path: Path, records: list[dict]) -> None:
     """Add records to a JSONL file."""
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def new_folder(folder: Path) -> None:
@@ -381,6 +419,7 @@ def main(argv: list[str] | None = None) -> None:
         problems = load_problems(config.data)[: config.limit or None]
         tokenizer, eos_ids = load_tokenizer(config.model)
         model = load_model(config.model, getattr(torch, config.dtype), device)
+        check_prompts(problems, tokenizer, model.config.vocab_size)
         folder = Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
         new_folder(folder)
     results = dense_and_sparse(

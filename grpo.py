@@ -125,6 +125,7 @@ def response_logprobs(
 
 def log_ratio(top: Tensor, bottom: Tensor, mask: Tensor) -> Tensor:
     """top - bottom (N, R) in at least fp32, 0 outside the mask, whatever stands there (NaN included)."""
+    mask = mask.bool()
     return torch.where(mask, wide(top), 0) - torch.where(mask, wide(bottom), 0)
 
 
@@ -144,7 +145,7 @@ def rejection_mask(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilon:
     """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be above 0, not {epsilon}: use correction 'reweight' to reject nothing")
-    return (log_ratio(logp_old, logp_sparse, mask) >= math.log(epsilon)).logical_or(~mask).all(1)
+    return (log_ratio(logp_old, logp_sparse, mask) >= math.log(epsilon)).logical_or(~mask.bool()).all(1)
 
 
 @dataclass(frozen=True)

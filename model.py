@@ -76,6 +76,7 @@ class ModelConfig:
         refuse(any(t != "full_attention" for t in raw.get("layer_types") or ()), "layer_types")
         refuse(raw.get("partial_rotary_factor", 1.0) != 1.0, "partial_rotary_factor")
 
+        refuse(not isinstance(raw.get("rope_scaling") or {}, dict), "rope_scaling")
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
         rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
         rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
@@ -84,6 +85,17 @@ class ModelConfig:
 
         heads = need("num_attention_heads")
         bias = bool(raw.get("attention_bias", False))
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            refuse(type(need(key)) is not int or raw[key] < 1, key)
+        numbers = {"rms_norm_eps": need("rms_norm_eps"), "rope_theta": rope["rope_theta"]}
+        if rope["rope_type"] != "default":
+            numbers["factor"] = rope.get("factor")
+        if rope["rope_type"] == "llama3":
+            names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            numbers |= {name: rope.get(name) for name in names}
+        for key, value in numbers.items():
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ValueError(f"config.json: {key} = {value!r} must be a positive number")
         config = cls(
             vocab_size=need("vocab_size"),
             hidden_size=need("hidden_size"),
@@ -101,6 +113,8 @@ class ModelConfig:
             qk_norm=kind == "qwen3",
             raw=raw,
         )
+        if config.head_dim % 2:
+            raise ValueError(f"config.json: head_dim = {config.head_dim} is odd, but RoPE turns pairs of dimensions")
         if config.heads % config.kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads = {config.heads} is not a multiple of "
@@ -248,11 +262,14 @@ class Decoder(nn.Module):
 def read_json(path: Path) -> dict:
     """The JSON object in `path`; ValueError names the file if it is missing or broken."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: a model is a folder with config.json and safetensors") from None
+        raise ValueError(f"{path} does not exist") from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -299,6 +316,8 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
                     if not tensor.is_floating_point():
                         raise ValueError(f"{file}: {name} has dtype {tensor.dtype}; only floating point is implemented")
                     state[short] = tensor.to(device, dtype, copy=True)  # a copy: the file may change later
+                    if not state[short].isfinite().all():
+                        raise ValueError(f"{file}: {name} holds values that are not finite in {dtype}")
         except SafetensorError as error:
             raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
     missing = sorted(expected.keys() - state.keys())

@@ -10,6 +10,7 @@ that share its batch nor on the device.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
         p = logp.exp()
         if top_p < 1:  # nucleus (1904.09751): the fewest tokens that hold top_p of the probability
             ranked, order = p.sort(-1, descending=True)
-            beyond = ranked.cumsum(-1) - ranked >= top_p
+            beyond = ranked.cumsum(-1) - ranked >= top_p  # never the first
             p = p.scatter(-1, order, ranked.masked_fill(beyond, 0))
         cdf = p.cumsum(-1)
         total = cdf[:, -1:]
@@ -139,8 +140,13 @@ def rollout(
     numbers. record: also return when each key was evicted. progress: show a bar.
     Raises ValueError for an empty prompt, or settings that a cache cannot have.
     """
+    prompts = [list(prompt) for prompt in prompts]
     if not prompts or not all(prompts):
         raise ValueError("rollout needs at least one prompt, and at least one token in each")
+    if group_size < 1 or max_new_tokens < 1:
+        raise ValueError(f"group_size {group_size} and max_new_tokens {max_new_tokens} must be at least 1")
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+        raise ValueError(f"temperature {temperature} must be 0 (greedy) or above, and top_p {top_p} in (0, 1]")
     began = time.perf_counter()
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
     N = len(prompts) * group_size

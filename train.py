@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -29,6 +30,7 @@ from eval import (
     ASSETS,
     Problem,
     append,
+    check_prompts,
     dense_and_sparse,
     encode,
     is_correct,
@@ -131,7 +133,7 @@ class Config:
         for name in ("eval_every", "eval_limit", "sample_every", "threads", "seed"):
             must(getattr(self, name) >= 0, name, "must be 0 or more")
         must(self.group_size >= 2, "group_size", "must be at least 2 (a group of one has no advantage)")
-        must(0 < self.temperature < math.inf, "temperature", "must be above 0: training needs samples")
+        must(1e-3 <= self.temperature < math.inf, "temperature", "must be at least 0.001: training needs samples")
         must(0 < self.epsilon < 1, "epsilon", "must be above 0 and below 1")
         must(self.xi_cap is None or self.xi_cap > 0, "xi_cap", "must be above 0")
         must(0 <= self.clip_low < 1, "clip_low", "must be at least 0 and below 1")
@@ -246,6 +248,8 @@ def update(
         for name, value in metrics.items():  # each micro-batch has its share of the update's value
             sums[name] = sums.get(name, 0) + value
     norm = torch.nn.utils.clip_grad_norm_(job.decoder.parameters(), config.max_grad_norm)
+    if not norm.isfinite():
+        raise FloatingPointError(f"the gradient's norm is {float(norm)}: the weights are left as they were; lower --lr")
     job.optimizer.step()
     return {"skipped": 0.0, "grad_norm": float(norm)} | {name: float(value) for name, value in sums.items()}
 
@@ -331,7 +335,8 @@ def save_checkpoint(job: Job, step: int) -> None:
     save_model(job.decoder, partial)
     for pattern in TOKENIZER_FILES:
         for file in Path(job.config.model).glob(pattern):
-            shutil.copy(file, partial)
+            if file.is_file():
+                shutil.copy(file, partial)
     names = [name for name, _ in job.decoder.named_parameters()]
     state = job.optimizer.state_dict()["state"]  # {index: {"step", "exp_avg", "exp_avg_sq"}}
     save_file(
@@ -354,15 +359,20 @@ def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: P
 
 def newest_checkpoint(run: Path) -> tuple[int, Path]:
     """(step, folder) of the newest complete checkpoint of a run; ValueError if there is none."""
-    found = sorted(p for p in run.glob("checkpoints/step-*") if not p.name.endswith(".partial"))
-    if not found:
-        raise ValueError(f"--resume {run}: there is no checkpoint in {run}/checkpoints")
-    return int(found[-1].name.removeprefix("step-")), found[-1]
+    steps = {path.name.removeprefix("step-"): path for path in run.glob("checkpoints/step-*")}
+    complete = {int(step): path for step, path in steps.items() if step.isdecimal()}
+    if not complete:
+        raise ValueError(f"--resume {run}: there is no checkpoint in {run}/checkpoints, so start a new run")
+    return max(complete.items())
 
 
 def resumed(config: Config, given: dict) -> Config:
     """The stored settings of the run to resume, with those of `given` that may change; ValueError shows the others."""
-    stored = Config(**read_json(Path(config.resume) / "config.json"))
+    file = Path(config.resume) / "config.json"
+    try:
+        stored = Config(**read_json(file))
+    except TypeError as error:
+        raise ValueError(f"{file} does not hold the settings of a run ({error})") from None
     changed = [
         f"--{name.replace('_', '-')} {getattr(stored, name)} -> {value}"
         for name, value in given.items()
@@ -376,13 +386,25 @@ def resumed(config: Config, given: dict) -> Config:
 
 
 def read_lines(path: Path, last_step: int) -> list[dict]:
-    """The records of a JSONL file up to a step. Later ones leave the file: a resumed run writes them anew."""
+    """The records of a JSONL file up to a step. Later ones leave the file: a resumed run writes them anew.
+
+    A last line that a killed run did not finish is dropped; ValueError names any other line that is damaged.
+    """
     if not path.exists():
         return []
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    records = [record for record in map(json.loads, lines) if record["step"] <= last_step]
-    path.write_text("")
-    append(path, records)
+    *lines, _ = path.read_bytes().split(b"\n")  # what stands behind the last newline was never finished
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if record["step"] <= last_step:
+                records.append(record)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}, line {number} is damaged: the run cannot be resumed with it") from None
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("")
+    append(partial, records)
+    partial.replace(path)
     return records
 
 
@@ -408,7 +430,10 @@ def prepare(config: Config, given: dict) -> Job:
         decoder.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
     )
     if start:
-        load_optimizer(optimizer, decoder, source)
+        try:
+            load_optimizer(optimizer, decoder, source)
+        except (SafetensorError, KeyError, OSError) as error:
+            raise ValueError(f"{source}/optimizer.safetensors is not this run's optimizer state ({error})") from None
     folder = Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     return Job(config, folder, start, decoder, reference, optimizer, tokenizer, eos_ids, problems, held_out)
 
@@ -416,7 +441,7 @@ def prepare(config: Config, given: dict) -> Job:
 def plan(job: Job) -> str:
     """What a step will hold and do, before anything is sampled."""
     config, c = job.config, job.decoder.config
-    lengths = [len(ids) for ids in encode(job.problems, job.tokenizer)]
+    lengths = check_prompts(job.problems, job.tokenizer, c.vocab_size)
     rows, longest = config.prompts * config.group_size, max(lengths) + config.max_new_tokens
     at_once = min(rows, max(config.rollout_rows, config.group_size))
     sizes = {"rows": at_once, "max_length": longest, "device": "meta"}  # shapes without memory
@@ -491,12 +516,22 @@ def summary(job: Job, metrics: list[dict], evaluations: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def train(job: Job) -> None:
-    """The loop."""
-    config, folder = job.config, job.folder
-    metrics_file, evals_file, samples_file = (folder / f"{name}.jsonl" for name in ("metrics", "evals", "samples"))
-    history, evaluations = read_lines(metrics_file, job.start), read_lines(evals_file, job.start)
-    read_lines(samples_file, job.start)
+RECORDS = ("metrics.jsonl", "evals.jsonl", "samples.jsonl")
+
+
+def open_run(job: Job) -> tuple[list[dict], list[dict]]:
+    """Make the run folder, or cut a resumed one's records back to its checkpoint: (metrics, evaluations) so far."""
+    if not job.config.resume:
+        new_folder(job.folder)
+        (job.folder / "config.json").write_text(json.dumps(asdict(job.config), indent=2) + "\n")
+    metrics, evaluations, _ = (read_lines(job.folder / name, job.start) for name in RECORDS)
+    return metrics, evaluations
+
+
+def train(job: Job, history: list[dict], evaluations: list[dict]) -> None:
+    """The loop; history and evaluations are those of the steps done already."""
+    config = job.config
+    metrics_file, evals_file, samples_file = (job.folder / name for name in RECORDS)
 
     def evaluate_now(step: int) -> None:
         if job.held_out and all(e["step"] != step for e in evaluations):
@@ -505,8 +540,11 @@ def train(job: Job) -> None:
             evaluations.extend(results)
             tqdm.write(f"step {step}: greedy " + ", ".join(f"{r['decoding']} {r['accuracy']:.3f}" for r in results))
 
-    if job.start == 0:
-        evaluate_now(0)
+    def due(step: int) -> bool:
+        return step in (0, config.steps) or (config.eval_every > 0 and step % config.eval_every == 0)
+
+    if due(job.start):  # before the first step, or left out when the run was killed
+        evaluate_now(job.start)
     bar = tqdm(range(job.start, config.steps), desc="training", initial=job.start, total=config.steps, unit="step")
     for step in bar:
         metrics, records = train_step(job, step)
@@ -523,7 +561,7 @@ def train(job: Job) -> None:
             )
         if done % config.save_every == 0 or last:
             save_checkpoint(job, done)
-        if last or (config.eval_every and done % config.eval_every == 0):
+        if due(done):
             evaluate_now(done)
     print("\n" + summary(job, history, evaluations))
 
@@ -538,11 +576,10 @@ def main(argv: list[str] | None = None) -> None:
         print(plan(job))
         if config.dry_run:
             return
-        if not config.resume:
-            new_folder(job.folder)
-            (job.folder / "config.json").write_text(json.dumps(asdict(job.config), indent=2) + "\n")
+        records = open_run(job)
         print(f"run       {job.folder}/ from step {job.start}", flush=True)
-    train(job)
+    with one_sentence("train.py", FloatingPointError):
+        train(job, *records)
 
 
 if __name__ == "__main__":

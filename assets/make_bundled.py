@@ -2,7 +2,8 @@
 
     python assets/make_bundled.py            # writes model/ and four JSONL files beside this script
 
-@@HEADER@@
+Takes 14 minutes on two CPU cores. The model (0.8 M parameters) is then right on 0.600 +- 0.035 of 200 long held-out
+problems with greedy decoding, dense and with snapkv at a budget of 512 alike (python eval.py --limit 200).
 
 The task: run a loop program. The prompt gives the start values of five registers, a line per register and the number
 of rounds as a letter; the response is the trace, a line at a time, then the last value as the answer. Arithmetic is
@@ -16,7 +17,7 @@ program line, and the round's letter, which stands on every line because one let
 That is what makes a trace compressible, as real chains of thought are: nothing in the prompt is needed to the end.
 
 The warm start is supervised learning on traces of mixed lengths, with two things on purpose:
-- Tolerance to eviction. On most batches every key of every KV head draws the age at which it disappears, as keys do
+- Tolerance to eviction. On many batches every key of every KV head draws the age at which it disappears, as keys do
   when a cache is cut: most after a window of more than one round, some after a few tokens. A model that never saw a
   gap in its context loses nearly every sparse response to rejection.
 - Something for RL to fix. The teacher gets a few of the 200 digit facts wrong, half of the time.

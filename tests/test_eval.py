@@ -34,6 +34,13 @@ def test_the_answer_is_the_last_complete_box(response, answer):
     assert extract_answer(response) == answer
 
 
+def test_hostile_responses_are_read_quickly():
+    """A collapsed policy repeats a token that opens a box; the search stays linear in the text."""
+    assert extract_answer("\\boxed{" * 100_000) is None
+    assert extract_answer("\\boxed{" * 100_000 + "1" + "}" * 100_000) == "1"
+    assert not is_correct("\\boxed{9**9**9}", "1")
+
+
 @pytest.mark.parametrize(
     ("given", "reference"),
     [
@@ -109,6 +116,41 @@ def test_a_bad_file_is_refused_with_its_line(content, message, tmp_path):
     (tmp_path / "p.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_problems(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": 5, "answer": "1"}, "line 1: no `prompt`"),
+        ({"prompt": ["a"], "answer": "1"}, "line 1: no `prompt`"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "line 1: no `prompt`"),
+        ({"prompt": [{"content": "a"}], "answer": "1"}, "line 1: no `prompt`"),
+        ({"prompt": "a", "answer": False}, "line 1: `answer` is False"),
+        ({"prompt": "a", "answer": {"a": 1}}, "line 1: `answer` is"),
+        ({"prompt": "a", "answer": ["1", "2"]}, "line 1: `answer` is"),
+        ({"prompt": "\ud800", "answer": "1"}, "line 1: .*surrogates"),
+    ],
+)
+def test_a_row_of_odd_types_is_refused_with_its_line(row, message, tmp_path):
+    """Not rendered as whatever text Python makes of it."""
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=message):
+        load_problems(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize("answer", ["", "####", "#### ", "   "])
+def test_an_empty_reference_is_no_reference(answer, tmp_path):
+    """Else an empty box would be rewarded."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "answer": answer}) + "\n")
+    with pytest.raises(ValueError, match="holds no problem"):
+        load_problems(tmp_path / "p.jsonl")
+
+
+def test_lines_end_at_newlines_alone(tmp_path):
+    """U+2028 and U+0085 may stand inside a JSON string; a byte order mark and CRLF do no harm."""
+    text = '\ufeff{"prompt": "a\u2028b\u0085c", "answer": "1"}\r\n'
+    (tmp_path / "p.jsonl").write_text(text, encoding="utf-8", newline="")
+    assert load_problems(tmp_path / "p.jsonl") == [Problem("a\u2028b\u0085c", "1")]
 
 
 def word_tokenizer(*tokens: str) -> Tokenizer:

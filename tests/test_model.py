@@ -214,6 +214,10 @@ NORM = "model.norm.weight"
         (lambda t: t.update(extra=torch.ones(1)), "unexpected tensor 'extra'"),
         (lambda t: t.update({NORM: torch.ones(3)}), r"model.norm.weight has shape \(3,\)"),
         (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)}), "model.norm.weight has dtype torch.int8"),
+        (
+            lambda t: t.update({NORM: torch.full((32,), torch.nan)}),
+            "model.norm.weight holds values that are not",
+        ),
     ],
 )
 def test_weights_are_loaded_strictly(edit, message, tmp_path):
@@ -260,6 +264,10 @@ def test_a_truncated_file_is_named(tmp_path):
         {"quantization_config": {"bits": 4}},
         {"num_key_value_heads": 3},
         {"vocab_size": None},
+        {"hidden_size": "32"},
+        {"rms_norm_eps": -1},
+        {"rope_theta": "10000"},
+        {"head_dim": 7},
     ],
     ids=lambda setting: next(iter(setting)),
 )

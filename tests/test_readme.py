@@ -31,6 +31,11 @@ def test_every_test_that_the_readme_names_exists():
     assert named and named <= defined
 
 
+def test_nothing_is_left_to_fill_in():
+    """No placeholder in the text, or in the script that the text names."""
+    assert "@@" not in README + (ASSETS / "make_bundled.py").read_text(encoding="utf-8")
+
+
 def test_every_policy_is_in_the_table():
     """A policy that is registered is explained."""
     assert all(f"| `{name}` |" in README for name in kvcache.COMPRESSORS)

@@ -161,6 +161,35 @@ def test_micro_batches_hold_every_row_once_within_the_token_budget():
     assert [3] in [b.tolist() for b in batches]
 
 
+def test_a_gradient_that_is_not_finite_is_not_applied(files, tmp_path, capsys, monkeypatch):
+    """One sentence, exit code 2; no checkpoint of broken weights is written."""
+    monkeypatch.setattr(train, "policy_loss", lambda logp, *_, **__: (logp.sum() * torch.nan, {}))
+    with pytest.raises(SystemExit) as stop:
+        run(files, tmp_path / "run", "--eval-data", "")
+    assert stop.value.code == 2
+    assert "the gradient's norm is nan" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_an_evaluation_that_a_kill_left_out_is_made_up_for(files, tmp_path):
+    """A run that died between its last checkpoint and its last evaluation still ends with the table."""
+    part = run(files, tmp_path / "part", "--steps", "2")
+    evaluations = (part / "evals.jsonl").read_text()
+    (part / "evals.jsonl").write_text("".join(evaluations.splitlines(keepends=True)[:2]))
+    train.main(["--resume", str(part)])
+    assert timeless(lines(part / "evals.jsonl")) == timeless([json.loads(line) for line in evaluations.splitlines()])
+
+
+def test_a_damaged_record_is_refused_by_line(files, tmp_path, capsys):
+    """Nothing is rewritten; only a last line that was never finished is dropped silently."""
+    part = run(files, tmp_path / "part", "--steps", "2", "--eval-data", "")
+    (part / "metrics.jsonl").write_text('{"step": 1}\nrubbish}\n')
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(part), "--steps", "3"])
+    assert "metrics.jsonl, line 2 is damaged" in capsys.readouterr().err
+    assert (part / "metrics.jsonl").read_text() == '{"step": 1}\nrubbish}\n'
+
+
 @pytest.mark.parametrize("micro_tokens", [1, 60, 100_000])
 def test_the_update_does_not_depend_on_the_micro_batches(micro_tokens, files, four_steps, tmp_path):
     """One denominator an update: the same gradient norm, whatever the split."""
@@ -212,8 +241,8 @@ def test_arguments_can_come_from_a_file(files, tmp_path, capsys):
         ("--prompts 0", "--prompts must be at least 1"),
         ("--steps 0", "--steps must be at least 1"),
         ("--updates 3", "--updates must divide the 4 prompts"),
-        ("--temperature 0", "--temperature must be above 0"),
-        ("--temperature nan", "--temperature must be above 0"),
+        ("--temperature 0", "--temperature must be at least 0.001"),
+        ("--temperature nan", "--temperature must be at least 0.001"),
         ("--epsilon 0", "--epsilon must be above 0"),
         ("--epsilon -1", "--epsilon must be above 0"),
         ("--clip-low -0.1", "--clip-low must be at least 0"),
@@ -270,7 +299,7 @@ def test_eval_compares_dense_and_sparse_decoding(files, tmp_path, capsys):
     [
         ("--samples 2", "--samples 2 greedy responses would all be the same"),
         ("--samples 0", "--samples must be at least 1"),
-        ("--top-p 0", "--top-p must be above 0"),
+        ("--top-p 0", "--top-p must be at least"),
         ("--temperature -1", "--temperature must be 0"),
         ("--budget 2 --window 2", "budget 2 must exceed the window"),
         ("--data nowhere.jsonl", "nowhere.jsonl"),
