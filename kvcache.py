@@ -177,7 +177,7 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
         cosine = unit[:, :, rows] @ unit.mT  # (B, K, chunk, S)
         apart = used[:, :, rows, None] & used[:, :, None] & (rows[:, None] != slots)
         cosine = cosine.masked_fill(~apart, 0)
-        newest_similar = ((cosine > threshold) * (slots + 1)).amax(-1, keepdim=True) - 1  # -1 if there is none
+        newest_similar = torch.where(cosine > threshold, slots, -1).amax(-1, keepdim=True)  # -1 if there is none
         total += cosine.masked_fill(slots == newest_similar, 0).sum(dim=2)
     mean = total / used.sum(-1, keepdim=True)
     redundancy = mean.masked_fill(~used, -math.inf).softmax(-1)

@@ -41,10 +41,10 @@ def sample(compressor: str, rows: int, tokens: int) -> dict:
 
 def log_probs(way: str, tokens: int, vocabulary: int, width: int = 896) -> dict:
     """Forward and backward of log-probs and entropy; the head has the width of Qwen2.5-0.5B."""
-    g = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     head = torch.nn.Linear(width, vocabulary, bias=False)
-    hidden = torch.randn(tokens, width, generator=g, requires_grad=True)
-    targets = torch.randint(vocabulary, (tokens,), generator=g)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    targets = torch.randint(vocabulary, (tokens,))
     hidden.grad, head.weight.grad = torch.zeros_like(hidden), torch.zeros_like(head.weight)
     before = high_water()
     if way == "whole":
