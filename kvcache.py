@@ -157,7 +157,7 @@ def snapkv(held: Held, kernel: int = 7) -> Tensor:
     return pool_older(attention.mean(dim=(2, 3)), held, kernel)
 
 
-def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7, chunk: int = 64) -> Tensor:
+def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7, chunk: int = 16) -> Tensor:
     """R-KV (2505.24133): `weight` * importance - (1 - `weight`) * redundancy.
 
     Importance is SnapKV's with two changes: the logits are max-pooled over the query heads of a KV head before the
@@ -170,12 +170,13 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
     logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
     importance = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1).mean(dim=2)  # (B, K, S)
 
-    used, unit = held.used, F.normalize(wide(held.keys), dim=-1)  # (B, K, S), (B, K, S, D)
-    slots = torch.arange(unit.shape[2], device=unit.device)
-    total = torch.zeros(used.shape, dtype=unit.dtype, device=unit.device)  # (B, K, S)
+    used, keys = held.used, wide(held.keys)  # (B, K, S), (B, K, S, D)
+    inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
+    slots = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
+    total = torch.zeros_like(inverse)
     for rows in slots.split(chunk):  # how similar every key is to key i, a few i at a time
-        cosine = unit[:, :, rows] @ unit.mT  # (B, K, chunk, S)
         apart = used[:, :, rows, None] & used[:, :, None] & (rows[:, None] != slots)
+        cosine = keys[:, :, rows] @ keys.mT * inverse[:, :, rows, None] * inverse[:, :, None]  # (B, K, chunk, S)
         cosine = cosine.masked_fill(~apart, 0)
         newest_similar = torch.where(cosine > threshold, slots, -1).amax(-1, keepdim=True)  # -1 if there is none
         total += cosine.masked_fill(slots == newest_similar, 0).sum(dim=2)

@@ -4,7 +4,8 @@
     python benchmarks/memory.py scoring    # log-probs and entropy at V = 151,936, whole logits against chunks
 
 Each measurement is a process of its own and reports its resident memory (the operating system's high-water mark) above
-what it held before it began. On CUDA read torch.cuda.max_memory_allocated instead.
+what it held before it began. `scoring` measures two numbers of tokens, forward and backward, and extends the straight
+line through them to a batch of 8 x 1,024.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval import ASSETS, megabytes, table
@@ -39,8 +42,8 @@ def sample(compressor: str, rows: int, tokens: int) -> dict:
     return {"peak": high_water() - before, "keys and values": r.cache_bytes["keys"] + r.cache_bytes["values"]}
 
 
-def log_probs(way: str, tokens: int, vocabulary: int, width: int = 896) -> dict:
-    """Forward and backward of log-probs and entropy; the head has the width of Qwen2.5-0.5B."""
+def log_probs(way: str, tokens: int, vocabulary: int, results: str, width: int = 896) -> dict:
+    """Forward and backward of log-probs and entropy; the head has the width of Qwen2.5-0.5B. Values go to a file."""
     torch.manual_seed(0)
     head = torch.nn.Linear(width, vocabulary, bias=False)
     hidden = torch.randn(tokens, width, requires_grad=True)
@@ -53,15 +56,43 @@ def log_probs(way: str, tokens: int, vocabulary: int, width: int = 896) -> dict:
         del full
     else:
         logp, entropy = token_logprobs(hidden, head, targets, chunk=128)
-    logp.mean().backward()
-    sums = {"logp": logp.sum(), "entropy": entropy.sum(), "gradient": hidden.grad.abs().sum()}
-    return {"peak": high_water() - before, **{name: float(value.detach()) for name, value in sums.items()}}
+    logp.sum().backward()
+    peak = high_water() - before
+    values = {"log-probs": logp.detach(), "entropies": entropy, "gradients": hidden.grad, "head": head.weight.grad}
+    save_file({name: value.contiguous() for name, value in values.items()}, results)
+    return {"peak": peak}
 
 
-def measured(*arguments: str) -> dict:
+def measured(what: str, way: str, *arguments) -> dict:
     """The report of one measurement in a process of its own."""
-    command = [sys.executable, __file__, *arguments]
+    command = [sys.executable, __file__, what, "--one", way, *map(str, arguments)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def cache(rows: int, tokens: int) -> None:
+    """Print the peak of sampling with a dense and with a compressed cache."""
+    reports = {way: measured("cache", way, "--rows", rows, "--tokens", tokens) for way in ("full", "snapkv")}
+    print(f"{rows} rows of {tokens:,} tokens, bundled model")
+    print(table(["cache", *reports["full"]], [[way, *map(megabytes, r.values())] for way, r in reports.items()]))
+    print(f"peak ratio {reports['full']['peak'] / reports['snapkv']['peak']:.1f}")
+
+
+def scoring(tokens: int, vocabulary: int) -> None:
+    """Print the peak of scoring with whole and with chunked logits, and by how much their values differ."""
+    counts, target, peaks = (tokens // 2, tokens), 8 * 1024, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in ("whole", "chunks"):
+            where = ("--vocabulary", vocabulary, "--results", f"{folder}/{way}")
+            peaks[way] = [measured("scoring", way, "--tokens", count, *where)["peak"] for count in counts]
+            slope = (peaks[way][1] - peaks[way][0]) / (counts[1] - counts[0])  # bytes a token
+            peaks[way].append(peaks[way][1] + slope * (target - counts[1]))
+        whole, chunks = (load_file(f"{folder}/{way}") for way in ("whole", "chunks"))
+    heads = [*(f"{count:,} tokens" for count in counts), f"{target:,} (extended)"]
+    ratios = ["ratio", *(a / b for a, b in zip(*peaks.values(), strict=True))]
+    print(f"V = {vocabulary:,}")
+    print(table(["logits", *heads], [*([way, *map(megabytes, found)] for way, found in peaks.items()), ratios]))
+    differences = ((name, float((whole[name] - chunks[name]).abs().max())) for name in whole)
+    print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences))
 
 
 def main() -> None:
@@ -71,25 +102,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="rows sampled (cache)")
     parser.add_argument("--tokens", type=int, help="tokens a row (cache, 4096), or in all (scoring, 2048)")
     parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # which single measurement this process makes
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # the single measurement that this process makes
+    parser.add_argument("--results", help=argparse.SUPPRESS)
     args = parser.parse_args()
     tokens = args.tokens or {"cache": 4096, "scoring": 2048}[args.what]
-    if args.one:
-        report = (
-            sample(args.one, args.rows, tokens)
-            if args.what == "cache"
-            else log_probs(args.one, tokens, args.vocabulary)
-        )
-        print(json.dumps(report))
-        return
-    ways = ("full", "snapkv") if args.what == "cache" else ("whole", "chunks")
-    passed = ["--rows", str(args.rows), "--tokens", str(tokens), "--vocabulary", str(args.vocabulary)]
-    reports = {way: measured(args.what, "--one", way, *passed) for way in ways}
-    names = list(reports[ways[0]])
-    as_bytes = ("peak", "keys and values")
-    rows = [[way, *(megabytes(r[n]) if n in as_bytes else f"{r[n]:.5f}" for n in names)] for way, r in reports.items()]
-    print(table([args.what, *names], rows))
-    print(f"peak ratio {reports[ways[0]]['peak'] / reports[ways[1]]['peak']:.1f}")
+    if min(args.rows, tokens, args.vocabulary) < 2:
+        parser.error("--rows, --tokens and --vocabulary must be at least 2")
+    if args.one and args.what == "cache":
+        print(json.dumps(sample(args.one, args.rows, tokens)))
+    elif args.one:
+        print(json.dumps(log_probs(args.one, tokens, args.vocabulary, args.results)))
+    elif args.what == "cache":
+        cache(args.rows, tokens)
+    else:
+        scoring(tokens, args.vocabulary)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Wrong variants of the cache and of the sampler, small, as other code bases shipped them (shared/faults.md).
+"""Wrong variants of the cache and of the sampler, small, as other code bases shipped them.
 
 Each takes pytest's monkeypatch and puts itself in the place of the right code.
 """

@@ -1,4 +1,4 @@
-"""The policies once more, slowly: one row and one KV head at a time, from the formulas of design section 4.
+"""The policies once more, slowly: one row and one KV head at a time, from the formulas of the paper.
 
 Nothing is shared with kvcache.py. Keys are named by their positions. A policy returns a score for each position it
 decides about, those of `held` (in increasing order) outside the window.

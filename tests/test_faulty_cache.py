@@ -65,7 +65,7 @@ CAUGHT = [
 
 @pytest.mark.parametrize(("fault", "fact"), CAUGHT, ids=[fault.__name__ for fault, _ in CAUGHT])
 def test_fault_is_caught(fault, fact, monkeypatch):
-    """shared/faults.md: the fact holds for the real code (its own test says so) and not for the faulty one."""
+    """The fact holds for the real code (its own test says so) and not for the faulty one."""
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         fact()

@@ -1,9 +1,8 @@
 """The objective of grpo.py as an executable specification: one test, one fact.
 
-A test names its source: a section of design.md (the paper's method, arXiv 2601.10079), an issue, or the public thread
-in which the opposite was reported. It compares with numbers worked out by hand or with a slow path in plain Python
-floats that never calls grpo. The function it is about is its last argument, so that test_faulty.py can hand it a
-wrong one and see the test fail.
+The method is that of arXiv 2601.10079; a test that guards against a fault reported in public names the thread. It
+compares with numbers worked out by hand or with a slow path in plain Python floats that never calls grpo. The function
+it is about is its last argument, so that test_faulty.py can hand it a wrong one and see the test fail.
 """
 
 import itertools
@@ -78,7 +77,7 @@ def slow_loss(
     aggregation="response",
     max_length=None,
 ):
-    """-J of design section 2 in Python floats, token by token."""
+    """-J of the objective in Python floats, token by token."""
     columns = [logp, logp_old, logp_sparse, logp if logp_ref is None else logp_ref]
     rows = [
         [values for *values, inside in zip(*row, strict=True) if inside]
@@ -135,7 +134,7 @@ def same(a, b):
 
 
 def test_advantage_is_reward_less_mean_over_unbiased_std(group_advantages=grpo.group_advantages):
-    """A = (r - mean of the group) / (std with n - 1 below + 1e-6) (design section 2)."""
+    """A = (r - mean of the group) / (std with n - 1 below + 1e-6)."""
     r = random.Random(0)
     groups = [[r.random() for _ in range(4)] for _ in range(50)]
     expected = [(x - statistics.mean(g)) / (statistics.stdev(g) + 1e-6) for g in groups for x in g]
@@ -148,7 +147,7 @@ def test_advantage_without_std_is_reward_less_mean(group_advantages=grpo.group_a
 
 
 def test_equal_rewards_give_exactly_zero(group_advantages=grpo.group_advantages):
-    """Not the rounding error of their mean over 1e-6: the test is for equality (design section 2)."""
+    """Not the rounding error of their mean over 1e-6: the test is for equality."""
     for reward, G in itertools.product([0.0, 1.0, 0.1, 0.7, 1 / 3, 1e6 / 7], range(1, 12)):
         assert same(group_advantages(torch.full((2 * G,), reward), G), torch.zeros(2 * G))
 
@@ -187,7 +186,7 @@ def toy_decoder(V=11, width=4):
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("chunk", [1, 5, 21, 1000])
 def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance, token_logprobs=grpo.token_logprobs):
-    """Any chunk gives the values, entropies and gradients of one dense log_softmax (issue 4, memory of scoring)."""
+    """Any chunk gives the values, entropies and gradients of one dense log_softmax."""
     g = torch.Generator().manual_seed(chunk)
     hidden = torch.randn(3, 7, 8, generator=g, dtype=dtype).requires_grad_()
     matrix = torch.randn(8, 50, generator=g, dtype=dtype).requires_grad_()
@@ -220,8 +219,7 @@ def test_extreme_logits_keep_log_prob_and_entropy_finite(token_logprobs=grpo.tok
 
 
 def test_never_more_logits_than_one_chunk(token_logprobs=grpo.token_logprobs):
-    """Forward and backward, the head sees at most `chunk` tokens, and its last logits are gone when it is called again
-    (issue 4, memory of scoring)."""
+    """Forward and backward, the head sees `chunk` tokens at most; its last logits are gone when it is called again."""
     alive, rows, matrix = [], [], torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
 
     def head(h):
@@ -262,7 +260,7 @@ def test_response_logprobs_score_each_token_from_the_place_before(response_logpr
 
 
 def test_xi_is_dense_over_sparse_without_gradient():
-    """xi = exp(logp_old - logp_sparse), a constant; 1 outside the mask; log-ratios clamped to 20 (design section 2)."""
+    """xi = exp(logp_old - logp_sparse), a constant; 1 outside the mask; log-ratios clamped to 20."""
     logp_old, mask = ragged([[-1.0, -3.0, -30.0], [-2.0]])
     logp_sparse, _ = ragged([[-2.0, -1.0, -1.0], [-2.0]], fill=INF)
     xi = grpo.consistency_ratio(logp_old.requires_grad_(), logp_sparse.requires_grad_(), mask)
@@ -289,7 +287,7 @@ def test_long_harmless_drift_is_accepted(rejection_mask=grpo.rejection_mask):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_log_ratio_of_exactly_log_epsilon_is_accepted(dtype, rejection_mask=grpo.rejection_mask):
-    """The comparison is made in log space: exp(log 1e-4) >= 1e-4 is false in floating point (issue 4)."""
+    """The comparison is made in log space: exp(log 1e-4) >= 1e-4 is false in floating point."""
     for epsilon in (1e-4, 1e-3, 0.1, 0.3, 0.9):
         edge = torch.tensor(math.log(epsilon), dtype=dtype)
         below = torch.nextafter(edge, torch.tensor(-INF, dtype=dtype))
@@ -297,12 +295,12 @@ def test_log_ratio_of_exactly_log_epsilon_is_accepted(dtype, rejection_mask=grpo
 
 
 def test_rejection_looks_at_the_raw_ratio(rejection_mask=grpo.rejection_mask):
-    """An epsilon below the clamp of exp(-20) still rejects what lies below it (issue 4)."""
+    """An epsilon below the clamp of exp(-20) still rejects what lies below it."""
     assert veto(rejection_mask, [[-22.0], [-24.0]], 1e-10) == [True, False]
 
 
 def test_epsilon_towards_zero_rejects_nothing(rejection_mask=grpo.rejection_mask):
-    """At the smallest positive float64 even a ratio of exp(-744) is accepted (issue 4)."""
+    """At the smallest positive float64 even a ratio of exp(-744) is accepted."""
     assert veto(rejection_mask, [[0.0, -744.0], [-300.0], [5.0]], 5e-324) == [True] * 3
 
 
@@ -312,7 +310,7 @@ def test_ratio_that_is_not_a_number_rejects(rejection_mask=grpo.rejection_mask):
 
 
 def test_padding_never_rejects(rejection_mask=grpo.rejection_mask):
-    """Entries outside the mask may hold anything, and an empty response is accepted (issue 4)."""
+    """Entries outside the mask may hold anything, and an empty response is accepted."""
     mask = torch.tensor([[True, False], [False, False]])
     for junk in (NAN, INF, -INF, -1e4):
         log_xi = f64([[0, junk], [junk, junk]])
@@ -338,7 +336,7 @@ def test_rejected_responses_count_below_the_line(policy_loss=grpo.policy_loss):
 
 
 def test_rejected_tokens_count_below_the_line_of_a_token_mean(policy_loss=grpo.policy_loss):
-    """With token aggregation the 3 tokens of the rejected response stay among the 4 below (design section 2)."""
+    """With token aggregation the 3 tokens of the rejected response stay among the 4 below."""
     loss = policy_loss(*sampled([[0.0], [-10.0, 0.0, 0.0]], [2, 1]), aggregation="token")[0]
     assert float(loss) == -0.5
 
@@ -351,7 +349,7 @@ def test_response_divides_by_its_own_length(policy_loss=grpo.policy_loss):
 
 
 def test_aggregations_differ_in_what_stands_below(policy_loss=grpo.policy_loss):
-    """GRPO: own length; DAPO: all tokens; Dr. GRPO: the maximum length (issue 4)."""
+    """GRPO: own length; DAPO: all tokens; Dr. GRPO: the maximum length."""
     batch = sampled([[0.0], [0.0] * 4], [1, 2])
     assert float(policy_loss(*batch, aggregation="response")[0]) == pytest.approx(-(1 + 2) / 2)
     assert float(policy_loss(*batch, aggregation="token")[0]) == pytest.approx(-(1 + 8) / 5)
@@ -382,7 +380,7 @@ def test_nothing_left_gives_exact_zeros(policy_loss=grpo.policy_loss):
 
 
 def test_update_without_signal_is_told_apart():
-    """has_signal is false where no kept token has an advantage: AdamW would move at gradient 0 (design section 2)."""
+    """has_signal is false where no kept token has an advantage: AdamW would move at gradient 0."""
     accepted, rejected, empty = [0.0, 0.0], [-10.0, 0.0], []
     for rows, advantages, expected in [
         ([accepted, accepted], [0, 0], False),
@@ -425,7 +423,7 @@ def test_one_step_raises_what_was_rewarded(policy_loss=grpo.policy_loss):
 
 
 def test_clip_bounds_the_staleness_ratio_alone(policy_loss=grpo.policy_loss):
-    """At w = 1 xi = 2 gives 2 A and xi = 0.5 gives 0.5 A: xi stands outside the clip (design section 2)."""
+    """At w = 1 xi = 2 gives 2 A and xi = 0.5 gives 0.5 A: xi stands outside the clip."""
     assert float(policy_loss(*sampled([[math.log(2)]], [1]))[0]) == pytest.approx(-2)
     assert float(policy_loss(*sampled([[math.log(0.5)]], [-1]))[0]) == pytest.approx(0.5)
 
@@ -434,7 +432,7 @@ def test_clip_bounds_the_staleness_ratio_alone(policy_loss=grpo.policy_loss):
     "w, A, term", [(1.5, 1, 1.2), (0.5, 1, 0.5), (1.5, -1, -1.5), (0.5, -1, -0.8), (1.1, 1, 1.1), (0.9, -1, -0.9)]
 )
 def test_clip_only_ever_lowers_the_objective(w, A, term, policy_loss=grpo.policy_loss):
-    """min(w A, clip(w) A): the far side stays unclipped; a clipped token has no gradient (design section 2)."""
+    """min(w A, clip(w) A): the far side stays unclipped; a clipped token has no gradient."""
     loss, gradient = value_and_gradient(policy_loss, *sampled([[0.0]], [A], log_w=math.log(w)))
     assert float(loss) == pytest.approx(-term)
     assert float(gradient) == pytest.approx(-w * A if term == pytest.approx(w * A) else 0)
@@ -456,21 +454,21 @@ def test_released_weights_are_truncated_first_and_normalised_second(policy_loss=
 
 
 def test_released_divides_a_response_by_its_kept_tokens(policy_loss=grpo.policy_loss):
-    """Tokens with xi outside [0.5, 1.5] are dropped, above and below the line (design section 2)."""
+    """Tokens with xi outside [0.5, 1.5] are dropped, above and below the line."""
     batch = sampled([[math.log(x) for x in (0.4, 0.8, 1.6, 1.2)]], [1])
     _, gradient = value_and_gradient(policy_loss, *batch, correction="released")
     assert_close(gradient, f64([[0, -0.4, 0, -0.6]]))
 
 
 def test_xi_cap_truncates_from_above(policy_loss=grpo.policy_loss):
-    """xi_cap = 2 turns xi [3, 1.5] into [2, 1.5], and leaves who is rejected alone (issue 4)."""
+    """xi_cap = 2 turns xi [3, 1.5] into [2, 1.5], and leaves who is rejected alone."""
     batch = sampled([[math.log(3), math.log(1.5)], [math.log(3), -10.0]], [1, 1])
     _, gradient = value_and_gradient(policy_loss, *batch, xi_cap=2.0)
     assert_close(gradient, f64([[-0.5, -0.375], [0, 0]]))
 
 
 def test_log_ratios_are_clamped_and_counted(policy_loss=grpo.policy_loss):
-    """xi of exp(25) weighs exp(20), w of exp(25) is worth exp(20), and both are counted (design section 2)."""
+    """xi of exp(25) weighs exp(20), w of exp(25) is worth exp(20), and both are counted."""
     loss, metrics = policy_loss(*sampled([[25.0], [0.0]], [1, 1]))
     assert float(loss) == pytest.approx(-(math.exp(20) + 1) / 2) and int(metrics["clamped"]) == 1
     loss, metrics = policy_loss(*sampled([[0.0], [0.0]], [-1, -1], log_w=25.0))
@@ -481,7 +479,7 @@ def test_log_ratios_are_clamped_and_counted(policy_loss=grpo.policy_loss):
 
 
 def test_k3_value_and_gradient(kl_to_reference=grpo.kl_to_reference):
-    """k3 = exp(ref - new) - (ref - new) - 1 with gradient 1 - exp(ref - new), 0 outside the mask (design section 2)."""
+    """k3 = exp(ref - new) - (ref - new) - 1 with gradient 1 - exp(ref - new), 0 outside the mask."""
     difference, mask = ragged([[math.log(2), -1.0], [0.0]])
     logp = torch.full_like(difference, -2.0).requires_grad_()
     kl = kl_to_reference(logp, logp.detach() + difference, mask)
@@ -490,7 +488,7 @@ def test_k3_value_and_gradient(kl_to_reference=grpo.kl_to_reference):
 
 
 def test_k3_estimates_one_divergence_and_descends_the_other(kl_to_reference=grpo.kl_to_reference):
-    """Under samples of new its mean is KL(new || ref), its mean gradient that of KL(ref || new) (design section 2)."""
+    """Under samples of new its mean is KL(new || ref), its mean gradient that of KL(ref || new)."""
     logits, ref = f64([0.3, -0.5, 1.0]).requires_grad_(), f64([0.2, 0.5, 0.3])
     logp = logits.log_softmax(-1)
     new = logp.exp().detach()
@@ -512,7 +510,7 @@ def test_k3_keeps_its_digits_near_zero(kl_to_reference=grpo.kl_to_reference):
 
 
 def test_kl_is_averaged_like_the_policy_term_inside_the_rejection(policy_loss=grpo.policy_loss):
-    """beta times mean-per-response k3; a rejected response pays none (design section 2)."""
+    """beta times mean-per-response k3; a rejected response pays none."""
     logp, *rest = sampled([[0.0, 0.0], [-10.0], [1.0]], [0, 0, 0])
     loss, metrics = policy_loss(logp, *rest, logp_ref=logp + math.log(2), kl_coef=0.1)
     k3 = 1 - math.log(2)
@@ -526,7 +524,7 @@ def test_kl_is_averaged_like_the_policy_term_inside_the_rejection(policy_loss=gr
 @pytest.mark.parametrize("correction, aggregation", ALL_SETTINGS)
 def test_loss_and_gradient_equal_the_formula(correction, aggregation, policy_loss=grpo.policy_loss):
     """Random cases, clipped and not, A of both signs, with and without KL and cap: the value equals the formula and the
-    gradient its central differences (design section 2)."""
+    gradient its central differences."""
     for seed in range(6):
         inputs, logp_ref = random_batch(seed)
         settings = {"correction": correction, "aggregation": aggregation, "max_length": 9, "clip": (0.2, 0.3)}
@@ -541,7 +539,7 @@ def test_loss_and_gradient_equal_the_formula(correction, aggregation, policy_los
 
 @pytest.mark.parametrize("correction, aggregation", ALL_SETTINGS)
 def test_fp32_agrees_with_the_formula(correction, aggregation, policy_loss=grpo.policy_loss):
-    """fp32 inputs give the value of the formula on those numbers to 1e-5 (issue 4)."""
+    """fp32 inputs give the value of the formula on those numbers to 1e-5."""
     for seed in range(6):
         inputs, logp_ref = random_batch(seed, N=16, R=12, dtype=torch.float32)
         settings = {"correction": correction, "aggregation": aggregation, "max_length": 12}
@@ -564,7 +562,7 @@ def plain_grpo(logp, logp_old, advantages, mask, clip=(0.2, 0.2)):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("correction", grpo.CORRECTIONS)
 def test_dense_sampler_gives_plain_grpo_bit_for_bit(correction, dtype, policy_loss=grpo.policy_loss):
-    """logp_sparse = logp_old: value and gradient of every correction are those of GRPO (issue 4)."""
+    """logp_sparse = logp_old: value and gradient of every correction are those of GRPO."""
     for seed in range(5):
         (logp, logp_old, _, advantages, mask), _ = random_batch(seed, dtype=dtype)
         got = value_and_gradient(policy_loss, logp, logp_old, logp_old, advantages, mask, correction=correction)
@@ -573,7 +571,7 @@ def test_dense_sampler_gives_plain_grpo_bit_for_bit(correction, dtype, policy_lo
 
 
 def test_tiny_epsilon_turns_sparse_rl_into_reweight_bit_for_bit():
-    """Without rejection only the weights are left (issue 4)."""
+    """Without rejection only the weights are left."""
     inputs, _ = random_batch(0)
     one = value_and_gradient(grpo.policy_loss, *inputs, epsilon=5e-324)
     other = value_and_gradient(grpo.policy_loss, *inputs, correction="reweight")
@@ -595,7 +593,7 @@ def test_one_update_gives_the_plain_policy_gradient(policy_loss=grpo.policy_loss
 
 
 def test_reject_and_reweight_compose_to_sparse_rl():
-    """The weights of sparse-rl are the product of those of its two parts, bit for bit (issue 4)."""
+    """The weights of sparse-rl are the product of those of its two parts, bit for bit."""
     (_, logp_old, logp_sparse, _, mask), _ = random_batch(4)
     both, reject, reweight = (
         grpo.correct(logp_old, logp_sparse, mask, name) for name in ("sparse-rl", "reject", "reweight")
@@ -671,8 +669,7 @@ def fixed_function(sequence):
 
 
 def test_reweighting_moves_exactly_the_token_to_the_dense_policy(policy_loss=grpo.policy_loss):
-    """E_sparse[sum_t xi_t f] = sum_t E[f], prefix sparse, token t dense, continuation sparse; so for the gradient
-    (design section 2)."""
+    """E_sparse[sum_t xi_t f] = sum_t E[f], prefix sparse, token t dense, continuation sparse; so for the gradient."""
     value, gradient = expected_step(policy_loss, fixed_function, 3, "reweight")
     expected = sum(
         math.prod(probabilities(s, {t})) * fixed_function(s)
@@ -690,27 +687,25 @@ def remaining_bias(f, R, correction, product=False, policy_loss=grpo.policy_loss
 
 
 def test_reweighting_is_unbiased_for_one_step(policy_loss=grpo.policy_loss):
-    """With a single token the mixed law is the dense one: the true gradient comes out, as it does not without weights
-    (issue 4)."""
+    """With a single token the mixed law is the dense one: the true gradient comes out; without weights it does not."""
     assert remaining_bias(fixed_function, 1, "reweight", policy_loss=policy_loss) < 1e-12
     assert remaining_bias(fixed_function, 1, "none", policy_loss=policy_loss) > 0.1
 
 
 def test_full_product_is_unbiased_for_any_length():
-    """The whole product of ratios recovers the true dense gradient; that is not this method (design section 2)."""
+    """The whole product of ratios recovers the true dense gradient; that is not this method."""
     assert remaining_bias(fixed_function, 3, "none", product=True) < 1e-12
 
 
 @pytest.mark.parametrize("R, weighted, plain", [(2, 0.4741, 0.6495), (3, 1.1354, 0.8803)])
 def test_a_bias_remains_for_longer_responses(R, weighted, plain):
-    """Relative to the true dense gradient; here the weights lower it at two steps and raise it at three (issue 4)."""
+    """Relative to the true dense gradient; here the weights lower it at two steps and raise it at three."""
     assert remaining_bias(fixed_function, R, "reweight") == pytest.approx(weighted, abs=1e-4)
     assert remaining_bias(fixed_function, R, "none") == pytest.approx(plain, abs=1e-4)
 
 
 def test_weights_lower_the_bias_for_most_answers_and_raise_it_for_some():
-    """One right answer of 27, three steps: the bias never vanishes, and falls with the weights for 20 (design section
-    2)."""
+    """One right answer of 27, three steps: the bias never vanishes, and falls with the weights for 20."""
     biases = [
         [remaining_bias(answer.__eq__, 3, name) for name in ("reweight", "none")]
         for answer in itertools.product(range(3), repeat=3)
@@ -733,7 +728,7 @@ def test_one_quarter_for_every_split(policy_loss=grpo.policy_loss):
 
 @pytest.mark.parametrize("correction, aggregation", ALL_SETTINGS)
 def test_micro_batches_add_up(correction, aggregation, policy_loss=grpo.policy_loss):
-    """Losses, gradients and metrics of any split add up to those of the whole update (issue 4; verl PR 906, 7321)."""
+    """Losses, gradients and metrics of any split add up to those of the whole update (verl PR 906, 7321)."""
     inputs, logp_ref = random_batch(5, N=8)
     settings = {"correction": correction, "aggregation": aggregation, "max_length": 5, "kl_coef": 0.1}
     _, logp_old, logp_sparse, _, mask = inputs
@@ -757,7 +752,7 @@ def test_micro_batches_add_up(correction, aggregation, policy_loss=grpo.policy_l
 
 @pytest.mark.parametrize("correction, aggregation", ALL_SETTINGS)
 def test_order_of_responses_does_not_matter(correction, aggregation, policy_loss=grpo.policy_loss):
-    """A permutation of the rows permutes the gradient and leaves the loss (issue 4)."""
+    """A permutation of the rows permutes the gradient and leaves the loss."""
     inputs, _ = random_batch(6)
     settings = {"correction": correction, "aggregation": aggregation, "max_length": 5}
     order = torch.tensor([3, 0, 5, 1, 4, 2])
@@ -770,7 +765,7 @@ def test_order_of_responses_does_not_matter(correction, aggregation, policy_loss
 @pytest.mark.parametrize("junk", [0.0, -1e4, NAN, INF, -INF])
 @pytest.mark.parametrize("correction, aggregation", ALL_SETTINGS)
 def test_padding_does_not_matter(correction, aggregation, junk, policy_loss=grpo.policy_loss):
-    """Neither its length nor what it holds reaches loss, gradient or metrics (issue 4)."""
+    """Neither its length nor what it holds reaches loss, gradient or metrics."""
     inputs, logp_ref = random_batch(7)
     inputs, logp_ref = [x.nan_to_num(0) for x in inputs], logp_ref.nan_to_num(0)
     settings = {"correction": correction, "aggregation": aggregation, "max_length": 5, "kl_coef": 0.1}
@@ -792,7 +787,7 @@ def test_padding_does_not_matter(correction, aggregation, junk, policy_loss=grpo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ten_thousand_extreme_responses(dtype):
     """Log-probs to -1e4, lengths 0 and 1, all rejected: everything is finite, and what is masked, rejected or without
-    advantage has a gradient of exactly 0 (issue 4)."""
+    advantage has a gradient of exactly 0."""
     g, r = torch.Generator().manual_seed(0), random.Random(0)
     N, R = 100, 6
     for _ in range(100):
@@ -839,7 +834,7 @@ def test_inputs_are_left_untouched(policy_loss=grpo.policy_loss):
     [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
 )
 def test_at_least_fp32_and_float64_stays(dtype, computed):
-    """Half precision is widened, float64 kept (issue 4)."""
+    """Half precision is widened, float64 kept."""
     inputs, logp_ref = random_batch(9, dtype=dtype)
     logp, logp_old, logp_sparse, advantages, mask = inputs
     for correction, aggregation in ALL_SETTINGS:
@@ -865,7 +860,7 @@ def test_at_least_fp32_and_float64_stays(dtype, computed):
     ],
 )
 def test_bad_settings_are_refused(settings, message):
-    """What cannot be meant is an error that names the argument (issue 4)."""
+    """What cannot be meant is an error that names the argument."""
     with pytest.raises(ValueError, match=message):
         grpo.policy_loss(*random_batch(0)[0], **settings)
 
@@ -914,7 +909,7 @@ def test_opposite_mismatches_do_not_cancel(mismatch_metrics=grpo.mismatch_metric
 
 
 def test_sampler_kl_estimates_the_divergence_of_sampler_and_dense_policy(mismatch_metrics=grpo.mismatch_metrics):
-    """Tokens in the proportions of pi_sparse give KL(pi_sparse || pi_old) exactly (design section 2)."""
+    """Tokens in the proportions of pi_sparse give KL(pi_sparse || pi_old) exactly."""
     sparse, old, tokens = f64([0.5, 0.25, 0.25]), f64([0.2, 0.5, 0.3]), torch.tensor([[0, 0, 1, 2]])
     kl = float((sparse * (sparse / old).log()).sum())
     got = mismatch_metrics(old.log()[tokens], sparse.log()[tokens], torch.ones(1, 4, dtype=torch.bool))
@@ -952,14 +947,14 @@ def test_sampler_kl_of_rounding_noise_is_not_negative(mismatch_metrics=grpo.mism
 )
 def test_clip_shares_count_tokens_without_gradient(w, clip, low, high):
     """clip_low: w < 1 - e_lo at A < 0; clip_high: w > 1 + e_hi at A > 0; as shares of all tokens, those of rejected
-    responses included (issue 4)."""
+    responses included."""
     batch = sampled([[0.0], [0.0], [0.0, -10.0], [0.0]], [1, -1, 2, -1], log_w=math.log(w))
     metrics = grpo.policy_loss(*batch, clip=clip)[1]
     assert (float(metrics["clip_low"]), float(metrics["clip_high"])) == pytest.approx((low, high))
 
 
 def test_policy_loss_metric_leaves_the_kl_out():
-    """loss = policy_loss + beta kl_ref (issue 4)."""
+    """loss = policy_loss + beta kl_ref."""
     inputs, logp_ref = random_batch(1)
     loss, metrics = grpo.policy_loss(*inputs, logp_ref=logp_ref, kl_coef=0.3)
     assert_close(metrics["policy_loss"] + 0.3 * metrics["kl_ref"], loss)

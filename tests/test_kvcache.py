@@ -65,7 +65,7 @@ def recorded(model, compressor, *, group_size=2, max_new_tokens=24, **settings):
 def test_compressed_sampling_equals_one_dense_forward_under_the_mask_of_its_evictions(
     compressor, kv_heads, dtype, tolerance
 ):
-    """The theorem of design section 4, for ragged prompts, multi-query to multi-head, several cuts, early ends."""
+    """The replay theorem, for ragged prompts, multi-query to multi-head, several cuts, early ends."""
     model = tiny_model(kv_heads=kv_heads, dtype=dtype)
     r = recorded(model, compressor)
     logp, _ = replay(model, r)
@@ -195,7 +195,7 @@ def run(request) -> Run:
 
 
 def test_right_keys_survive_every_cut(run):
-    """Issue 3, point 4: the kept sets are those of the slow formulas, for random shapes, windows and kernels."""
+    """The kept sets are those of the slow formulas, for random shapes, windows and kernels."""
     options = {"kernel": run.kernel} if run.compressor in ("snapkv", "rkv", "pyramidkv") else {}
     cuts = 0
     for layer, b, k in itertools.product(range(run.layers), *map(range, run.keys.shape[1:3])):
@@ -210,7 +210,7 @@ def test_right_keys_survive_every_cut(run):
 
 
 def test_row_is_cut_to_its_budget_when_it_holds_budget_plus_buffer(run):
-    """Design section 2 ("when?") and SnapKV 23, KVCache-Factory 20: per row, at prefill and at every later token."""
+    """SnapKV 23, KVCache-Factory 20: per row, at prefill and at every later token."""
     for layer, t, b, k in run.each():
         budget, held = run.budgets()[layer], len(run.before(layer, t, b, k))
         expected = budget if held >= budget + run.buffer else held
@@ -218,7 +218,7 @@ def test_row_is_cut_to_its_budget_when_it_holds_budget_plus_buffer(run):
 
 
 def test_newest_window_always_survives(run):
-    """Design section 4: the W newest tokens are never scored."""
+    """The W newest tokens are never scored."""
     for layer, t, b, k in run.each():
         seen = run.steps[layer][t].seen[b]
         newest = list(range(max(0, seen - run.window), seen))
@@ -226,14 +226,14 @@ def test_newest_window_always_survives(run):
 
 
 def test_kept_positions_increase_and_come_from_what_was_held(run):
-    """Issue 3, point 5: original positions, in order, unique, no padding; streaming-llm 48: they never change."""
+    """Original positions, in order, unique, no padding; streaming-llm 48: they never change."""
     for layer, t, b, k in run.each():
         kept = run.kept(layer, t, b, k)
         assert kept == sorted(set(kept) & set(run.before(layer, t, b, k)))
 
 
 def test_survivors_are_bit_identical_to_what_was_cached(run):
-    """Issue 3, point 5: keys and values move with their positions and are never recomputed."""
+    """Keys and values move with their positions and are never recomputed."""
     for layer, t, b, k in run.each():
         kept, parts = run.kept(layer, t, b, k), run.steps[layer][t].parts
         assert torch.equal(parts["keys"][b, k, : len(kept)], run.keys[layer, b, k, kept])
@@ -241,7 +241,7 @@ def test_survivors_are_bit_identical_to_what_was_cached(run):
 
 
 def test_unused_slots_are_zero(run):
-    """pytorch 103963: what stands in a masked slot can leak, so nothing stands there."""
+    """Pytorch 103963: what stands in a masked slot can leak, so nothing stands there."""
     for layer, t, b, k in run.each():
         step = run.steps[layer][t]
         empty = {name: step.parts[name][b, k, step.length[b] :] for name in ("keys", "values", "positions")}
@@ -290,7 +290,7 @@ def sampler(request):
 
 @pytest.mark.parametrize("compressor", EVICTING)
 def test_right_keys_survive_every_cut_of_a_rollout(sampler, compressor):
-    """Issue 3, point 4: with the queries and keys of the replayed forward, each formula keeps what was kept."""
+    """With the queries and keys of the replayed forward, each formula keeps what was kept."""
     model, prompts, settings = sampler
     c = model.config
     r = rollout(
@@ -315,7 +315,7 @@ def test_right_keys_survive_every_cut_of_a_rollout(sampler, compressor):
 
 
 def test_each_layer_and_each_head_chooses_for_itself():
-    """Design section 2; in the released radix_attention.py layer 0 chooses for all layers and all heads."""
+    """In the released radix_attention.py layer 0 chooses for all layers and all heads."""
     gone = torch.stack(recorded(tiny_model(), "snapkv").evicted_at)  # (L, N, K, T)
     assert (gone[0] != gone[1]).any() and (gone[:, :, 0] != gone[:, :, 1]).any()
 
@@ -337,7 +337,7 @@ def keeps(compressor, keys, queries=None, *, budget, window=1, score=None) -> li
 
 
 def test_equal_scores_keep_the_newer():
-    """pytorch 127196: top-k settles ties differently by backend (on CPU it keeps the oldest)."""
+    """Pytorch 127196: top-k settles ties differently by backend (on CPU it keeps the oldest)."""
     positions = torch.arange(12).expand(1, 1, 12).int()
     held = Held({"positions": positions}, slice(0, 1), window=2)
     assert choose(torch.zeros(1, 1, 12), held, budget=5).tolist() == [[[7, 8, 9, 10, 11]]]
@@ -358,7 +358,7 @@ def test_h2o_accumulates_over_all_queries():
 
 
 def test_h2o_sums_of_a_prompt_do_not_depend_on_the_chunk():
-    """Issue 3, point 1: queries come in chunks, so that T x T weights never exist; padding pays nothing."""
+    """Queries come in chunks, so that T x T weights never exist; padding pays nothing."""
     q, k = torch.randn(2, 4, 50, 8, generator=seeded(0)), torch.randn(2, 2, 50, 8, generator=seeded(1))
     pad = torch.arange(50).expand(2, 1, 50) >= torch.tensor([50, 33])[:, None, None]  # (B, 1, T)
     whole = prompt_attention(q, k, pad)  # (B, K, T)
@@ -373,7 +373,7 @@ def test_rkv_lets_nothing_off_for_a_key_without_a_similar_one():
 
 
 def test_rkv_counts_similarities_below_the_threshold():
-    """Design section 4: 0.2 and 0.4 are both below 0.5, and still key 1 is the more redundant one."""
+    """0.2 and 0.4 are both below 0.5, and still key 1 is the more redundant one."""
     assert keeps("rkv", [[1.0, 0, 0], [0, 1, 0], [0.2, 0.4, 0.8**0.5]], budget=2) == [0, 2]
 
 
@@ -384,7 +384,7 @@ def test_snapkv_pools_over_older_neighbours_only():
 
 
 def test_random_draws_once_per_key():
-    """Design section 4: survivors are spread evenly over the past; a fresh draw at each cut would favour new keys."""
+    """Survivors are spread evenly over the past; a fresh draw at each cut would favour new keys."""
     cache = KVCache(
         rows=1, layers=1, heads=64, kv_heads=64, head_dim=1, max_length=0, compressor="random", budget=12, buffer=4,
         window=2,
@@ -429,7 +429,7 @@ def test_a_cache_does_not_change_the_settings_of_the_next():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_keys_and_values_take_exactly_the_bytes_of_their_slots(compressor, dtype):
-    """Issue 3, point 3: 2 L B K (budget + buffer) D itemsize; K, not H (SnapKV 16, 22)."""
+    """2 L B K (budget + buffer) D itemsize; K, not H (SnapKV 16, 22)."""
     c = tiny_model(layers=3).config
     cache = cache_for(c, 5, 77, compressor=compressor, dtype=dtype, **SMALL)
     slots = 77 if compressor == "full" else SMALL["budget"] + SMALL["buffer"]
@@ -459,7 +459,7 @@ def test_memory_stays_where_it_is_through_a_rollout(compressor):
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_dropped_rows_leave_the_others_whole(compressor):
-    """Design section 3: rows are compacted in place with all that belongs to them, whatever a policy keeps beside."""
+    """Rows are compacted in place with all that belongs to them, whatever a policy keeps beside."""
     model = tiny_model()
     cache = cache_for(model.config, 5, 99, compressor=compressor, seeds=torch.arange(5), **SMALL)
     model.hidden(torch.randint(31, (5, 18), generator=seeded(0)), cache=cache)
@@ -470,9 +470,9 @@ def test_dropped_rows_leave_the_others_whole(compressor):
         assert all(torch.equal(layer.parts[name][:3], part[order]) for name, part in parts.items())
 
 
-@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv"])
+@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "rkv"])
 def test_cut_allocates_at_most_one_layers_survivors(compressor):
-    """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines are S x S.)"""
+    """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines never exist whole.)"""
     B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16
     cache = KVCache(
         rows=B, layers=1, heads=H, kv_heads=K, head_dim=D, max_length=0, compressor=compressor, budget=budget,
@@ -513,7 +513,7 @@ def test_default_settings_work_together(compressor):
 
 
 def test_many_tokens_are_refused_by_a_cache_that_is_not_empty():
-    """pytorch 108108: a prompt that continues a cache would need a mask; it is an error, not a wrong one."""
+    """Pytorch 108108: a prompt that continues a cache would need a mask; it is an error, not a wrong one."""
     cache = cache_for(tiny_model().config, 1, 10)
     tiny_model().hidden(torch.tensor([[1, 2, 3]]), cache=cache)
     with pytest.raises(ValueError, match="only while it is empty"):

@@ -32,7 +32,7 @@ def dense_logprobs(model, r: Rollout, temperature: float = 1.0) -> Tensor:
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_a_budget_that_covers_the_sequence_makes_sampler_and_dense_policy_one(compressor):
-    """Issue 2: logp_sparse = logp_old, xi = 1 to 1e-5, none rejected. (PyramidKV gives its last layer budget / 20.)"""
+    """logp_sparse = logp_old, xi = 1 to 1e-5, none rejected. (PyramidKV gives its last layer budget / 20.)"""
     model, T = tiny_model(), 0.7
     r = sparse(model, PROMPTS, group_size=2, compressor=compressor, budget=1600, temperature=T, generator=seeded(1))
     logp_old = dense_logprobs(model, r, T)
@@ -79,7 +79,7 @@ def assert_same_row(batch: Rollout, i: int, alone: Rollout, j: int = 0) -> None:
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_a_row_does_not_depend_on_its_batch_mates(compressor):
-    """Design section 3; R-KV scores row 1 with row 0's redundancy. Row i alone meets its own uniform numbers again."""
+    """R-KV scores row 1 with row 0's redundancy. Row i alone meets its own uniform numbers again."""
     model, prompts = tiny_model(), [*PROMPTS, [9] * 16, [1, 3] * 9]  # cut together, apart, ending early
     batch = sparse(model, prompts, group_size=1, compressor=compressor, record=True, generator=seeded(10))
     assert batch.response_lengths.min() < batch.response_lengths.max()
