@@ -12,12 +12,14 @@ import argparse
 import contextlib
 import json
 import math
+import operator
 import re
 import shlex
+import signal
 import sys
 import time
 import typing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from kvcache import COMPRESSORS, check_settings
-from model import Decoder, load_model, read_json
+from model import Decoder, ModelConfig, load_model, read_json
 from rollout import Rollout, rollout
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -110,24 +112,65 @@ def load_problems(path) -> list[Problem]:
     return problems
 
 
-def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer) -> str:
-    """The prompt as text. Messages are laid out as ChatML if the tokenizer knows it, else as plain paragraphs."""
-    if isinstance(prompt, str):
+LAYOUTS = {  # before the conversation, each message, what opens the answer; known by the token that it begins with
+    "chatml": ("", "<|im_start|>{role}\n{content}<|im_end|>\n", "<|im_start|>assistant\n"),
+    "llama3": (
+        "<|begin_of_text|>",
+        "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "none": ("", "{content}\n\n", ""),
+}
+OPENERS = {"chatml": "<|im_start|>", "llama3": "<|start_header_id|>"}
+
+
+def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, template: str = "auto") -> str:
+    """The prompt as text.
+
+    auto      text stays as it is; messages get the layout that the tokenizer has the tokens for, else plain paragraphs
+    none      no layout: text as it is, messages as paragraphs
+    chatml    Qwen, SmolLM2;  llama3: Llama 3 to 3.2. No system message is added where a row brings none
+    boxed     as auto, but text is a question as well, and the request for \\boxed{} ends it (the paper's evaluation)
+    other     a text of one's own; its {question} becomes the last message without the request for \\boxed{}
+
+    Raises ValueError if the layout's tokens are unknown to the tokenizer, or stand in the prompt already.
+    """
+    if isinstance(prompt, str) and template in ("auto", "none"):
         return prompt
-    if tokenizer.token_to_id("<|im_start|>") is None:
-        return "\n\n".join(message["content"] for message in prompt) + "\n\n"
-    turns = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in prompt)
-    return turns + "<|im_start|>assistant\n"
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if any(opener in message["content"] for message in messages for opener in OPENERS.values()):
+        raise ValueError("the prompts are laid out as a chat already: use --template none")
+    *earlier, last = messages
+    question = last["content"].removesuffix(INSTRUCTION)
+    if "{question}" in template:
+        return template.replace("\\n", "\n").replace("{question}", question)
+    known = [name for name, opener in OPENERS.items() if tokenizer.token_to_id(opener) is not None]
+    if template in OPENERS and template not in known:
+        raise ValueError(f"--template {template}: the tokenizer has no {OPENERS[template]}, so choose another")
+    if template == "boxed":
+        messages = [*earlier, last | {"content": question + INSTRUCTION}]
+    start, turn, answer = LAYOUTS[template if template in LAYOUTS else (*known, "none")[0]]
+    return start + "".join(turn.format(**message) for message in messages) + answer
 
 
-def encode(problems: list[Problem], tokenizer: Tokenizer) -> list[list[int]]:
+def encode(problems: list[Problem], tokenizer: Tokenizer, template: str = "auto") -> list[list[int]]:
     """The token ids of each problem's prompt."""
-    return [tokenizer.encode(render(p.prompt, tokenizer), add_special_tokens=False).ids for p in problems]
+    return [tokenizer.encode(render(p.prompt, tokenizer, template), add_special_tokens=False).ids for p in problems]
 
 
-def check_prompts(problems: list[Problem], tokenizer: Tokenizer, vocabulary: int) -> list[int]:
-    """The length of each prompt; ValueError for one without tokens, or with ids that the model does not have."""
-    prompts = encode(problems, tokenizer)
+def usable(
+    problems: list[Problem],
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    *,
+    template: str = "auto",
+    max_prompt_tokens: int = 0,
+) -> tuple[list[Problem], list[list[int]]]:
+    """The problems whose prompts have at most max_prompt_tokens tokens (0: any), and those prompts' token ids.
+
+    How many are left out is printed. ValueError for a prompt without tokens, or with ids that the model does not have.
+    """
+    prompts = encode(problems, tokenizer, template)
     for ids, problem in zip(prompts, problems, strict=True):
         if not ids:
             raise ValueError(f"the prompt {problem.prompt!r} has no tokens: remove it from the problems")
@@ -136,11 +179,23 @@ def check_prompts(problems: list[Problem], tokenizer: Tokenizer, vocabulary: int
                 f"token id {max(ids)} in a prompt, but the model's vocabulary has {vocabulary}: its tokenizer.json "
                 "belongs to another model"
             )
-    return [len(ids) for ids in prompts]
+    short = [i for i, ids in enumerate(prompts) if len(ids) <= (max_prompt_tokens or len(ids))]
+    if len(short) < len(prompts):
+        print(f"{len(prompts) - len(short)} of {len(prompts)} prompts have over {max_prompt_tokens} tokens: left out")
+    if not short:
+        raise ValueError(f"every prompt is longer than --max-prompt-tokens {max_prompt_tokens}: raise it")
+    return [problems[i] for i in short], [prompts[i] for i in short]
+
+
+EOS_KEYS = (
+    ("generation_config.json", "eos_token_id"),
+    ("config.json", "eos_token_id"),
+    ("tokenizer_config.json", "eos_token"),
+)
 
 
 def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
-    """The folder's tokenizer and its EOS ids, from generation_config.json or else config.json (one or several)."""
+    """The folder's tokenizer and its EOS ids: from generation_config.json, else config.json, else its own eos_token."""
     folder = Path(folder)
     file = folder / "tokenizer.json"
     if not file.exists():
@@ -151,14 +206,17 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
         raise ValueError(f"{file} is not a tokenizer ({error})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for name in ("generation_config.json", "config.json"):
-        eos = read_json(folder / name).get("eos_token_id") if (folder / name).exists() else None
+    for name, key in EOS_KEYS:
+        eos = read_json(folder / name).get(key) if (folder / name).exists() else None
+        if key == "eos_token" and eos is not None:  # the token's text, or an object that holds it
+            eos = tokenizer.token_to_id(str(eos.get("content") if isinstance(eos, dict) else eos))
         if eos is not None:
             ids = eos if isinstance(eos, list) else [eos]
             if not ids or not all(type(i) is int and 0 <= i < tokenizer.get_vocab_size() for i in ids):
-                raise ValueError(f"{folder / name}: eos_token_id = {eos!r} is no id, or list of ids, of the tokenizer")
+                raise ValueError(f"{folder / name}: {key} = {eos!r} is no id, or list of ids, of the tokenizer")
             return tokenizer, ids
-    raise ValueError(f"{folder}: no eos_token_id in generation_config.json or config.json, so no response could end")
+    names = ", ".join(name for name, _ in EOS_KEYS)
+    raise ValueError(f"{folder}: no eos_token_id or eos_token in {names}, so no response could end: add one")
 
 
 # ------------------------------------------------------------------------------------------------------- answers
@@ -226,13 +284,21 @@ def sample_responses(
 
 
 def evaluate(
-    model: Decoder, tokenizer: Tokenizer, eos_ids: list[int], problems: list[Problem], *, samples=1, seed=0, **settings
+    model: Decoder,
+    tokenizer: Tokenizer,
+    eos_ids: list[int],
+    problems: list[Problem],
+    *,
+    samples=1,
+    seed=0,
+    template="auto",
+    **settings,
 ) -> tuple[dict, list[dict]]:
     """Accuracy of `samples` responses to each problem: (summary, one record a response).
 
     settings: those of `sample_responses` and `rollout`. The standard error is over problems.
     """
-    prompts = encode(problems, tokenizer)
+    prompts = encode(problems, tokenizer, template)
     generator = torch.Generator().manual_seed(seed)
     r = sample_responses(model, prompts, group_size=samples, eos_ids=eos_ids, generator=generator, **settings)
     records = []
@@ -273,8 +339,8 @@ def evaluate(
 
 
 def dense_and_sparse(model, tokenizer, eos_ids, problems, *, compressor: str, budget: int, **settings) -> dict:
-    """`evaluate` with dense decoding and, unless it is `full`, with this compressor: {name: (summary, records)}."""
-    modes = {"dense": "full"} | ({} if compressor == "full" else {f"{compressor}-{budget}": compressor})
+    """`evaluate` with dense decoding and with each compressor (names, by commas): {name: (summary, records)}."""
+    modes = {"dense": "full"} | {f"{name}-{budget}": name for name in compressor.split(",") if name != "full"}
     return {
         name: evaluate(model, tokenizer, eos_ids, problems, compressor=mode, budget=budget, **settings)
         for name, mode in modes.items()
@@ -284,9 +350,35 @@ def dense_and_sparse(model, tokenizer, eos_ids, problems, *, compressor: str, bu
 # ---------------------------------------------------------------------------------- command lines from dataclasses
 
 
-def option(default, text: str, choices=None):
-    """A config field with its help text and, perhaps, the values it may take."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+
+
+def option(default, text: str, choices=None, **bounds):
+    """A config field with its help text, the values it may take, and the bounds it must keep (see BOUNDS)."""
+    return field(default=default, metadata={"help": text, "choices": choices, "bounds": bounds})
+
+
+def check_options(config) -> None:
+    """ValueError, naming the flag, for a value of another type than its field's, unknown, or out of bounds."""
+    types = typing.get_type_hints(type(config))
+    for f in fields(config):
+        value, bounds, choices = getattr(config, f.name), f.metadata["bounds"], f.metadata["choices"]
+        allowed = typing.get_args(types[f.name]) or (types[f.name],)
+        if not isinstance(value, allowed + ((int,) if float in allowed else ())):
+            raise ValueError(f"{flag(f.name)} must be {allowed[0].__name__}, not {value!r}")
+        if choices and value not in choices:
+            raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
+        if value is not None and not all(BOUNDS[word](value, limit) for word, limit in bounds.items()):
+            words = " and ".join(
+                "finite" if limit == math.inf else f"{word.replace('_', ' ')} {limit:,}"
+                for word, limit in bounds.items()
+            )
+            raise ValueError(f"{flag(f.name)} must be {words}, not {value}")
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a config field."""
+    return "--" + name.replace("_", "-")
 
 
 def parse_config(config_class, argv: list[str] | None, prog: str, description: str):
@@ -310,7 +402,7 @@ def parse_config(config_class, argv: list[str] | None, prog: str, description: s
         text = f"{f.metadata['help']} (default: {f.default if f.default != '' else 'none'})"
         if f.metadata["choices"]:
             how["choices"] = f.metadata["choices"]
-        parser.add_argument(f"--{f.name.replace('_', '-')}", help=text.replace("%", "%%"), **how)
+        parser.add_argument(flag(f.name), help=text.replace("%", "%%"), **how)
     try:
         given = vars(parser.parse_args(argv))
         return config_class(**given), given
@@ -334,13 +426,33 @@ def pick_device(name: str, threads: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def one_sentence(prog: str, errors=(ValueError, OSError)):
-    """Turn what a user can mend into one line on stderr and exit code 2."""
+def one_sentence(prog: str, errors=(ValueError, OSError, MemoryError), advice: str = ""):
+    """Turn what a user can mend into one line on stderr and exit code 2; Ctrl-C ends with 130."""
+    try:
+        with enough_memory():
+            yield
+    except errors as error:
+        print(f"{prog}: error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print(f"\n{prog}: stopped", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+@contextlib.contextmanager
+def enough_memory():
+    """Give the many ways in which PyTorch runs out of memory one name, MemoryError."""
     try:
         yield
-    except errors as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not re.search(
+            "out of memory|allocate memory|not enough memory", str(error)
+        ):
+            raise
+        raise MemoryError(
+            "out of memory. While sampling, fewer rows at a time help (train.py --rollout-rows, eval.py --rows) or "
+            "a smaller --budget or --max-new-tokens; while learning, --gradient-checkpointing or fewer --micro-tokens"
+        ) from None
 
 
 def table(head: list[str], rows: list[list]) -> str:
@@ -359,41 +471,85 @@ def megabytes(count: float) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
+LONGEST = 1_000_000  # of a sequence, a cache, a batch: what is larger is a slip
+MAX_PROMPT = "problems with a longer prompt are left out and counted; 0 takes all"
+TEMPLATE = (
+    "how a prompt becomes text: none, chatml, llama3, boxed (a chat with the request for \\boxed{}), or a text of your "
+    "own that holds {question}; auto takes text as it is and lays messages out as the model's tokenizer asks"
+)
+
+
+def check_template(template: str) -> None:
+    """ValueError for a template that is neither a name nor a text with a place for the question."""
+    if template not in ("auto", "boxed", *LAYOUTS) and "{question}" not in template:
+        raise ValueError(
+            f"--template {template!r} is not auto, boxed, {', '.join(LAYOUTS)} or a text with {{question}}"
+        )
+
+
+# The paper's evaluation: temperature, nucleus and length for all; 32 samples on the two small sets, one elsewhere.
+PAPER = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 4096, "template": "boxed", "extract": "last-number"}
+PAPER_SAMPLES = {"aime24": 32, "amc23": 32}
+
+
 @dataclass(frozen=True)
 class EvalConfig:
     """What `python eval.py` measures."""
 
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
-    limit: int = option(0, "only the first so many problems; 0 takes all")
-    compressor: str = option("snapkv", "KV policy of the sparse row", choices=COMPRESSORS)
-    budget: int = option(512, "keys that survive a cut, per layer and KV head")
-    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
-    window: int = option(8, "newest tokens that always survive, and whose queries score the others")
-    samples: int = option(1, "responses to each problem; above 1 it reports mean@k (accuracy) and unbiased pass@k")
-    temperature: float = option(0.0, "0 is greedy; the paper evaluates at 0.8")
-    top_p: float = option(1.0, "nucleus; the paper evaluates at 0.95")
-    max_new_tokens: int = option(1000, "longest response; what is longer is graded as it stands")
-    rows: int = option(128, "responses sampled at a time; memory grows with it, results do not change")
+    benchmark: str = option(
+        "", "a folder: evaluate on every JSONL in it, with the paper's settings where none are given"
+    )
+    template: str = option("auto", TEMPLATE)
+    max_prompt_tokens: int = option(0, MAX_PROMPT, at_least=0)
+    limit: int = option(0, "only the first so many problems; 0 takes all", at_least=0)
+    compressor: str = option("snapkv", f"KV policies of the sparse rows, by commas: {', '.join(COMPRESSORS)}")
+    budget: int = option(512, "keys that survive a cut, per layer and KV head", at_most=LONGEST)
+    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut", at_most=LONGEST)
+    window: int = option(8, "newest tokens that always survive, and whose queries score the others", at_most=LONGEST)
+    samples: int = option(
+        1,
+        "responses to each problem; above 1 it reports mean@k (accuracy) and unbiased pass@k",
+        at_least=1,
+        at_most=LONGEST,
+    )
+    temperature: float = option(0.0, "0 is greedy; the paper evaluates at 0.8", at_least=0, below=math.inf)
+    top_p: float = option(1.0, "nucleus; the paper evaluates at 0.95", at_least=1e-6, at_most=1)
+    max_new_tokens: int = option(
+        1000, "longest response; what is longer is graded as it stands", at_least=1, at_most=LONGEST
+    )
+    rows: int = option(
+        128, "responses sampled at a time; memory grows with it, results do not change", at_least=1, at_most=LONGEST
+    )
     out: str = option("", "folder for the responses and results; default runs/eval-<time>")
-    seed: int = option(0, "of the sampler's random numbers")
-    threads: int = option(0, "CPU threads; 0 takes all")
+    seed: int = option(0, "of the sampler's random numbers", at_least=0, below=2**63)
+    threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
     device: str = option("auto", "auto, cpu, cuda, mps")
-    dtype: str = option("float32", "of weights and cache", choices=["float32", "bfloat16", "float64"])
+    dtype: str = option("float32", "of weights and cache", choices=("float32", "bfloat16", "float64"))
 
     def __post_init__(self):
-        check_settings(self.compressor, self.budget, self.buffer, self.window)
-        for name in ("samples", "max_new_tokens", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.limit < 0 or self.threads < 0:
-            raise ValueError("--limit and --threads must be 0 or more")
-        if self.temperature != 0 and not 1e-3 <= self.temperature < math.inf:
+        check_options(self)
+        check_template(self.template)
+        for name in self.compressor.split(","):
+            check_settings(name, self.budget, self.buffer, self.window)
+        if 0 < self.temperature < 1e-3:
             raise ValueError(f"--temperature must be 0 (greedy) or at least 0.001, not {self.temperature}")
-        if not 1e-6 <= self.top_p <= 1:
-            raise ValueError(f"--top-p must be at least 0.000001 and at most 1, not {self.top_p}")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(f"--samples {self.samples} greedy responses would all be the same: set --temperature")
+
+
+SETTINGS = (
+    *("compressor", "budget", "buffer", "window", "samples", "seed", "rows"),
+    *("max_new_tokens", "temperature", "top_p", "template"),
+)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def append(path: Path, records: list[dict]) -> None:
@@ -409,49 +565,78 @@ def new_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
+def benchmarks(config: EvalConfig, given: dict) -> dict[str, EvalConfig]:
+    """What to evaluate, by name: the one file of --data, or each of the folder --benchmark in the paper's way."""
+    if not config.benchmark:
+        return {Path(config.data).stem: config}
+    files = sorted(Path(config.benchmark).glob("*.jsonl"))
+    if not files:
+        raise ValueError(f"--benchmark {config.benchmark} is no folder with JSONL files")
+    sets = {}
+    for file in files:
+        paper = PAPER | {"samples": PAPER_SAMPLES.get(file.stem, 1), "data": str(file)}
+        sets[file.stem] = replace(config, **{name: value for name, value in paper.items() if name not in given})
+    return sets
+
+
+def details(results: dict[str, dict]) -> str:
+    """The table of one problem set: a row per decoding mode."""
+    passes = [name for name in results["dense"] if name.startswith("pass@")]
+    columns = ["accuracy", "stderr", *passes, "boxed", "truncated", "response_length", "kv_saved"]
+    rows = [
+        [name, *(float(s[c]) for c in columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
+        for name, s in results.items()
+    ]
+    return table(["decoding", *columns, "cache", "tokens/s"], rows)
+
+
+def overview(results: dict[str, dict[str, dict]]) -> str:
+    """The paper's table: accuracy by decoding mode (rows) and benchmark (columns), and the average."""
+    modes = next(iter(results.values()))
+    rows = []
+    for mode in modes:
+        accuracies = [by_mode[mode]["accuracy"] for by_mode in results.values()]
+        rows.append([mode, *accuracies, sum(accuracies) / len(accuracies)])
+    return table(["accuracy", *results, "average"], rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config, _ = parse_config(
+    config, given = parse_config(
         EvalConfig, argv, "eval.py", "Accuracy of a model under dense and under compressed decoding."
     )
     with one_sentence("eval.py"):
         device = pick_device(config.device, config.threads)
-        problems = load_problems(config.data)[: config.limit or None]
+        sets = benchmarks(config, given)
         tokenizer, eos_ids = load_tokenizer(config.model)
+        vocabulary = ModelConfig.from_dict(read_json(Path(config.model) / "config.json")).vocab_size
+        problems = {
+            name: usable(
+                load_problems(c.data)[: c.limit or None],
+                tokenizer,
+                vocabulary,
+                template=c.template,
+                max_prompt_tokens=c.max_prompt_tokens,
+            )[0]
+            for name, c in sets.items()
+        }
         model = load_model(config.model, getattr(torch, config.dtype), device)
-        check_prompts(problems, tokenizer, model.config.vocab_size)
         folder = Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
         new_folder(folder)
-    results = dense_and_sparse(
-        model,
-        tokenizer,
-        eos_ids,
-        problems,
-        compressor=config.compressor,
-        budget=config.budget,
-        buffer=config.buffer,
-        window=config.window,
-        samples=config.samples,
-        seed=config.seed,
-        rows=config.rows,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        progress=True,
-    )
-    for name, (_, records) in results.items():
-        append(folder / f"responses-{name}.jsonl", records)
-    summaries = {name: summary for name, (summary, _) in results.items()}
-    (folder / "results.json").write_text(json.dumps({"config": asdict(config), "results": summaries}, indent=2) + "\n")
-
-    print(f"{config.model} on {len(problems)} problems of {config.data}, {config.samples} response(s) each")
-    passes = [name for name in summaries["dense"] if name.startswith("pass@")]
-    columns = ["accuracy", "stderr", *passes, "boxed", "truncated", "response_length", "kv_saved"]
-    rows = [
-        [name, *(float(s[c]) for c in columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
-        for name, s in summaries.items()
-    ]
-    print(table(["decoding", *columns, "cache", "tokens/s"], rows))
+    results = {}
+    with one_sentence("eval.py", (OSError, MemoryError)):
+        for name, c in sets.items():
+            settings = {key: getattr(c, key) for key in SETTINGS}
+            found = dense_and_sparse(model, tokenizer, eos_ids, problems[name], progress=True, **settings)
+            results[name] = {mode: summary for mode, (summary, _) in found.items()}
+            for mode, (_, records) in found.items():
+                append(folder / f"responses-{name}-{mode}.jsonl", records)
+            everything = {"config": {key: asdict(c) for key, c in sets.items()}, "results": results}
+            write_json(folder / "results.json", everything)
+            print(f"{c.model} on {len(problems[name])} problems of {c.data}, {c.samples} response(s) each")
+            print(details(results[name]), flush=True)
+    if config.benchmark:
+        print(overview(results))
     print(f"responses and results are in {folder}/")
 
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -224,6 +225,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.checkpointing = False  # True: keep only each layer's input for the backward pass, compute the rest again
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -243,7 +245,9 @@ class Decoder(nn.Module):
         angles = positions[:, None, :, None] * frequencies  # (B, 1, T, D/2), fp32
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, positions, None if cache is None else cache[index])
+            inputs = (x, cos, sin, positions, None if cache is None else cache[index])
+            again = self.checkpointing and torch.is_grad_enabled()
+            x = checkpoint(layer, *inputs, use_reentrant=False) if again else layer(*inputs)
         return self.norm(x)
 
     def head(self, hidden: Tensor) -> Tensor:

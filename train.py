@@ -10,10 +10,14 @@ checkpoint continues as if it had never stopped.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import math
 import random
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -28,11 +32,15 @@ from tqdm import tqdm
 
 from eval import (
     ASSETS,
+    LONGEST,
+    MAX_PROMPT,
+    TEMPLATE,
     Problem,
     append,
-    check_prompts,
+    check_options,
+    check_template,
     dense_and_sparse,
-    encode,
+    flag,
     is_correct,
     load_problems,
     load_tokenizer,
@@ -45,6 +53,8 @@ from eval import (
     render,
     sample_responses,
     table,
+    usable,
+    write_json,
 )
 from grpo import (
     AGGREGATIONS,
@@ -52,17 +62,22 @@ from grpo import (
     correct,
     group_advantages,
     has_signal,
+    log_ratio,
     mismatch_metrics,
     policy_loss,
     response_logprobs,
     reward_metrics,
 )
 from kvcache import COMPRESSORS, check_settings
-from model import Decoder, load_model, read_json, save_model
+from model import Decoder, ModelConfig, load_model, read_json, save_model
 from rollout import Rollout, cache_for
 
-# What a resumed run may change: more of the same, and how it is reported.
-FREE = ("steps", "eval_every", "save_every", "sample_every", "rollout_rows", "dry_run", "resume")
+# What a resumed run may change, because it does not change the experiment: its length, its reports, and how the
+# machine is used.
+FREE = (
+    *("steps", "eval_every", "save_every", "keep", "sample_every", "dry_run", "resume"),
+    *("rollout_rows", "micro_tokens", "gradient_checkpointing", "threads", "device"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,79 +87,87 @@ class Config:
     # What is trained, on what, and where it goes
     model: str = option(str(ASSETS / "model"), "Hugging Face folder to start from")
     data: str = option(str(ASSETS / "long-train.jsonl"), "training problems, JSONL")
+    template: str = option("auto", TEMPLATE)
+    max_prompt_tokens: int = option(0, MAX_PROMPT, at_least=0)
     eval_data: str | None = option(
         None,
         "held-out problems, '' for no evaluation; by default the -heldout file beside a -train file, if there is one",
     )
     out: str = option("", "run folder; default runs/<time>")
     resume: str = option("", "continue the run in this folder from its newest checkpoint, with its settings")
-    dry_run: bool = option(False, "print the plan (lengths, memory, whether anything is evicted) and stop")
+    dry_run: bool = option(
+        False, "print the plan (lengths, memory, whether anything is evicted), load no weights, stop"
+    )
     # Sampling with the compressed cache
     compressor: str = option("snapkv", "KV policy of the sampler; full is dense GRPO", choices=COMPRESSORS)
-    budget: int = option(512, "keys that survive a cut, per layer and KV head")
-    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
-    window: int = option(8, "newest tokens that always survive, and whose queries score the others")
-    prompts: int = option(8, "prompts a step")
-    group_size: int = option(8, "G, responses to each prompt")
-    max_new_tokens: int = option(
-        1000, "longest response; what is longer is graded as it stands and counts as truncated"
+    budget: int = option(512, "keys that survive a cut, per layer and KV head", at_most=LONGEST)
+    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut", at_most=LONGEST)
+    window: int = option(8, "newest tokens that always survive, and whose queries score the others", at_most=LONGEST)
+    prompts: int = option(8, "prompts a step", at_least=1, at_most=LONGEST)
+    group_size: int = option(
+        8, "G, responses to each prompt; a group of one would have no advantage", at_least=2, at_most=LONGEST
     )
-    temperature: float = option(1.0, "of the sampler and of every log-prob; training has no top-p or top-k")
-    rollout_rows: int = option(256, "responses sampled at a time; memory grows with it, results do not change")
+    max_new_tokens: int = option(
+        1000,
+        "longest response; what is longer is graded as it stands and counts as truncated",
+        at_least=1,
+        at_most=LONGEST,
+    )
+    temperature: float = option(
+        1.0, "of the sampler and of every log-prob; training has no top-p or top-k", at_least=1e-3, below=math.inf
+    )
+    rollout_rows: int = option(
+        256, "responses sampled at a time; memory grows with it, results do not change", at_least=1
+    )
     # The objective
     correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=CORRECTIONS)
-    epsilon: float = option(1e-4, "a response with some ratio xi below this is rejected")
-    xi_cap: float | None = option(None, "truncate the weights xi at this value")
-    clip_low: float = option(0.2, "the staleness ratio is clipped below at 1 - this")
-    clip_high: float = option(0.2, "and above at 1 + this")
-    kl_coef: float = option(0.0, "beta, weight of the KL to the starting weights; 0 keeps no reference model")
+    epsilon: float = option(1e-4, "a response with some ratio xi below this is rejected", above=0, below=1)
+    xi_cap: float | None = option(None, "truncate the weights xi at this value", above=0)
+    clip_low: float = option(0.2, "the staleness ratio is clipped below at 1 - this", at_least=0, below=1)
+    clip_high: float = option(0.2, "and above at 1 + this", at_least=0, below=math.inf)
+    kl_coef: float = option(
+        0.0, "beta, weight of the KL to the starting weights; 0 keeps no reference model", at_least=0, below=math.inf
+    )
     aggregation: str = option(
         "response", "mean per response (GRPO), token (DAPO), constant (Dr. GRPO)", choices=AGGREGATIONS
     )
     normalize_std: bool = option(True, "divide advantages by the group's std")
     # The optimizer
-    steps: int = option(15, "training steps, one rollout each")
-    updates: int = option(1, "optimizer updates a step; the step's prompts are divided among them")
-    lr: float = option(2e-4, "AdamW learning rate, constant")
-    beta1: float = option(0.9, "AdamW beta1")
-    beta2: float = option(0.98, "AdamW beta2")
-    weight_decay: float = option(0.1, "AdamW weight decay")
-    max_grad_norm: float = option(1.0, "gradients are clipped to this norm")
-    micro_tokens: int = option(8192, "tokens, padding included, in one forward and backward pass")
+    steps: int = option(15, "training steps, one rollout each", at_least=1)
+    updates: int = option(1, "optimizer updates a step; the step's prompts are divided among them", at_least=1)
+    lr: float = option(2e-4, "AdamW learning rate, constant", above=0, below=math.inf)
+    beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
+    beta2: float = option(0.98, "AdamW beta2", at_least=0, below=1)
+    weight_decay: float = option(0.1, "AdamW weight decay", at_least=0, below=math.inf)
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm; inf never clips", above=0)
+    micro_tokens: int = option(8192, "tokens, padding included, in one forward and backward pass", at_least=1)
     # Reports
-    eval_every: int = option(0, "evaluate after every so many steps; 0 only before the first and after the last")
-    eval_limit: int = option(200, "held-out problems to evaluate on; 0 takes all")
-    save_every: int = option(5, "write a checkpoint after every so many steps, and after the last")
-    sample_every: int = option(5, "print one sampled response after every so many steps; 0 never")
+    eval_every: int = option(
+        0, "evaluate after every so many steps; 0 only before the first and after the last", at_least=0
+    )
+    eval_limit: int = option(200, "held-out problems to evaluate on; 0 takes all", at_least=0)
+    save_every: int = option(5, "write a checkpoint after every so many steps, and after the last", at_least=1)
+    keep: int = option(0, "keep so many checkpoints, the newest; 0 keeps all", at_least=0)
+    sample_every: int = option(5, "print one sampled response after every so many steps; 0 never", at_least=0)
     # The machine
-    seed: int = option(0, "of everything random")
-    threads: int = option(0, "CPU threads; 0 takes all")
+    seed: int = option(0, "of everything random", at_least=0)
+    threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
     device: str = option("auto", "auto, cpu, cuda, mps")
+    dtype: str = option(
+        "float32",
+        "bfloat16 computes in it, over float32 weights and optimizer state",
+        choices=("float32", "bfloat16"),
+    )
+    gradient_checkpointing: bool = option(False, "keep one activation a layer, compute the others again: saves memory")
 
     def __post_init__(self):
+        check_options(self)
+        check_template(self.template)
         check_settings(self.compressor, self.budget, self.buffer, self.window)
-
-        def must(ok: bool, name: str, what: str) -> None:
-            if not ok:
-                raise ValueError(f"--{name.replace('_', '-')} {what}, not {getattr(self, name)}")
-
-        for name in ("prompts", "max_new_tokens", "rollout_rows", "steps", "updates", "micro_tokens", "save_every"):
-            must(getattr(self, name) >= 1, name, "must be at least 1")
-        for name in ("eval_every", "eval_limit", "sample_every", "threads", "seed"):
-            must(getattr(self, name) >= 0, name, "must be 0 or more")
-        must(self.group_size >= 2, "group_size", "must be at least 2 (a group of one has no advantage)")
-        must(1e-3 <= self.temperature < math.inf, "temperature", "must be at least 0.001: training needs samples")
-        must(0 < self.epsilon < 1, "epsilon", "must be above 0 and below 1")
-        must(self.xi_cap is None or self.xi_cap > 0, "xi_cap", "must be above 0")
-        must(0 <= self.clip_low < 1, "clip_low", "must be at least 0 and below 1")
-        must(0 <= self.clip_high < math.inf, "clip_high", "must be at least 0")
-        must(0 <= self.kl_coef < math.inf, "kl_coef", "must be at least 0")
-        must(0 < self.lr < math.inf, "lr", "must be above 0")
-        must(0 <= self.beta1 < 1, "beta1", "must be at least 0 and below 1")
-        must(0 <= self.beta2 < 1, "beta2", "must be at least 0 and below 1")
-        must(0 <= self.weight_decay < math.inf, "weight_decay", "must be at least 0")
-        must(self.max_grad_norm > 0, "max_grad_norm", "must be above 0 (inf never clips)")
-        must(self.prompts % self.updates == 0, "updates", f"must divide the {self.prompts} prompts of a step")
+        if self.prompts % self.updates:
+            raise ValueError(f"--updates must divide the {self.prompts} prompts of a step, not {self.updates}")
+        if self.prompts * self.group_size > LONGEST:
+            raise ValueError(f"--prompts times --group-size must be at most {LONGEST:,} responses a step")
 
     @property
     def cache(self) -> dict:
@@ -152,20 +175,31 @@ class Config:
         return {name: getattr(self, name) for name in ("compressor", "budget", "buffer", "window")}
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads before it loads any weights."""
+
+    model: ModelConfig
+    tokenizer: Tokenizer
+    eos_ids: list[int]
+    problems: list[Problem]
+    prompts: list[list[int]]  # token ids, one list a problem
+    held_out: list[Problem]
+
+
 @dataclass
 class Job:
     """A run with everything it needs loaded."""
 
     config: Config
+    inputs: Inputs
     folder: Path
-    start: int  # steps done already
-    decoder: Decoder
+    start: int  # steps done when it was loaded
+    master: Decoder  # fp32; the optimizer moves it and checkpoints hold it
+    decoder: Decoder  # samples, scores and learns, in --dtype; for float32 the master itself
     reference: Decoder | None  # the starting weights, if the KL is on
     optimizer: torch.optim.Optimizer
-    tokenizer: Tokenizer
-    eos_ids: list[int]
-    problems: list[Problem]
-    held_out: list[Problem]
+    whole: int | None  # finished steps that the master and the records hold; None from a step's first update to its end
 
 
 # ---------------------------------------------------------------------------------------------------- one step
@@ -216,15 +250,45 @@ def score(decoder: Decoder, r: Rollout, config: Config) -> tuple[Tensor, Tensor]
     return logp, entropy
 
 
+def compute_copy(master: Decoder, dtype: torch.dtype) -> Decoder:
+    """The decoder that computes in `dtype` for fp32 weights: the master itself, or a copy that hands over gradients.
+
+    A bf16 weight of 0.02 does not feel a change of 1e-6. So gradients are summed, and weights moved, in fp32; a
+    gradient of the copy lasts until it is handed over.
+    """
+    if dtype == torch.float32:
+        return master
+    decoder = copy.deepcopy(master).to(dtype)
+    for parameter, original in zip(decoder.parameters(), master.parameters(), strict=True):
+
+        def hand_over(p: Tensor, original: Tensor = original) -> None:
+            original.grad = p.grad.float() if original.grad is None else original.grad.add_(p.grad)
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(hand_over)
+    return decoder
+
+
+@torch.no_grad()
+def follow(decoder: Decoder, master: Decoder) -> None:
+    """Give the computing copy, if it is one, the master's weights."""
+    if decoder is not master:
+        for parameter, original in zip(decoder.parameters(), master.parameters(), strict=True):
+            parameter.copy_(original)
+
+
 def update(
     job: Job, r: Rollout, rows: Tensor, advantages: Tensor, logp_old: Tensor, logp_ref: Tensor | None
 ) -> dict[str, float]:
-    """One optimizer update on these rows of the rollout; skipped whole where nothing would teach."""
+    """One optimizer update on these rows of the rollout.
+
+    Not made where nothing would teach ("skipped"), or where loss or gradient are not finite ("not_finite").
+    """
     config, device = job.config, job.decoder.embed_tokens.weight.device
     how = {"correction": config.correction, "epsilon": config.epsilon, "xi_cap": config.xi_cap}
     c = correct(logp_old[rows], r.logp_sparse[rows], r.mask[rows], **how)
     if not has_signal(advantages[rows], c):
-        return {"skipped": 1.0}
+        return {"skipped": 1, "not_finite": 0}
     job.optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
     batches = list(micro_batches(rows, r.prompt_lengths + r.response_lengths, config.micro_tokens))
@@ -247,31 +311,34 @@ def update(
         loss.backward()
         for name, value in metrics.items():  # each micro-batch has its share of the update's value
             sums[name] = sums.get(name, 0) + value
-    norm = torch.nn.utils.clip_grad_norm_(job.decoder.parameters(), config.max_grad_norm)
-    if not norm.isfinite():
-        raise FloatingPointError(f"the gradient's norm is {float(norm)}: the weights are left as they were; lower --lr")
+    norm = torch.nn.utils.clip_grad_norm_(job.master.parameters(), config.max_grad_norm)
+    if not all(value.isfinite() for value in (norm, *sums.values())):
+        return {"skipped": 0, "not_finite": 1}
+    job.whole = None
     job.optimizer.step()
-    return {"skipped": 0.0, "grad_norm": float(norm)} | {name: float(value) for name, value in sums.items()}
+    follow(job.decoder, job.master)
+    report = {name: float(value) for name, value in sums.items()}
+    return {"skipped": 0, "not_finite": 0, "grad_norm": float(norm)} | report
 
 
 def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
     """Sample, grade, score, update. Returns the step's metrics and one record a response."""
-    config = job.config
-    chosen = [job.problems[i] for i in pick_problems(len(job.problems), config.prompts, step, config.seed)]
+    config, inputs = job.config, job.inputs
+    chosen = pick_problems(len(inputs.problems), config.prompts, step, config.seed)
     r = sample_responses(
         job.decoder,
-        encode(chosen, job.tokenizer),
+        [inputs.prompts[i] for i in chosen],
         group_size=config.group_size,
         rows=config.rollout_rows,
         max_new_tokens=config.max_new_tokens,
-        eos_ids=job.eos_ids,
+        eos_ids=inputs.eos_ids,
         temperature=config.temperature,
         **config.cache,
         generator=generator(config.seed, "rollout", step),
         progress=True,
     )
-    owners = [problem for problem in chosen for _ in range(config.group_size)]
-    texts = [job.tokenizer.decode(r.response(i)) for i in range(len(owners))]
+    owners = [inputs.problems[i] for i in chosen for _ in range(config.group_size)]
+    texts = [inputs.tokenizer.decode(r.response(i)) for i in range(len(owners))]
     rewards = torch.tensor([float(is_correct(text, p.answer)) for text, p in zip(texts, owners, strict=True)])
     advantages = group_advantages(rewards, config.group_size, normalize_std=config.normalize_std)
 
@@ -283,7 +350,7 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
     reports = [update(job, r, rows, advantages, logp_old, logp_ref) for rows in parts]
     ended = time.perf_counter()
 
-    done = [report for report in reports if not report["skipped"]]
+    done = [report for report in reports if not report["skipped"] and not report["not_finite"]]
     names = ("policy_loss", "kl_ref", "clip_low", "clip_high", "clamped", "grad_norm")
     metrics = {
         "step": step + 1,
@@ -291,7 +358,8 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
         **mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon),
         "entropy": float(entropy[r.mask].mean()),
         **{name: sum(report[name] for report in done) / max(1, len(done)) for name in names},
-        "updates_skipped": len(reports) - len(done),
+        "updates_skipped": sum(report["skipped"] for report in reports),
+        "updates_not_finite": sum(report["not_finite"] for report in reports),
         "response_length": float(r.response_lengths.double().mean()),
         "truncated": 1 - float(r.finished.double().mean()),
         "tokens": int(r.response_lengths.sum()),
@@ -304,10 +372,11 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
         "tokens_per_second": r.tokens_per_second,
     }
     accepted = correct(logp_old, r.logp_sparse, r.mask, config.correction, epsilon=config.epsilon).accepted
+    log_xi = log_ratio(logp_old, r.logp_sparse, r.mask)  # (N, R)
     records = [
         {
             "step": step + 1,
-            "prompt": render(owners[i].prompt, job.tokenizer),
+            "prompt": render(owners[i].prompt, inputs.tokenizer, config.template),
             "response": texts[i],
             "answer": owners[i].answer,
             "reward": float(rewards[i]),
@@ -315,10 +384,18 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
             "accepted": bool(accepted[i]),
             "tokens": int(r.response_lengths[i]),
             "finished": bool(r.finished[i]),
+            "xi_min": number_or_none(log_xi[i].min().exp()),
+            "xi_max": number_or_none(log_xi[i].max().exp()),
+            "logp_min": number_or_none(logp_old[i].min()),
         }
         for i in range(len(owners))
     ]
     return metrics, records
+
+
+def number_or_none(value: Tensor) -> float | None:
+    """A float for JSON, which has no words for what is not finite."""
+    return float(value) if value.isfinite() else None
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -327,43 +404,59 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "vocab*", "merges.txt", "*.jinja")
 
 
+def experiment(config: Config) -> dict:
+    """The settings that a resumed run may not change."""
+    return {name: value for name, value in asdict(config).items() if name not in FREE}
+
+
 def save_checkpoint(job: Job, step: int) -> None:
     """Write checkpoints/step-NNNNNN, a Hugging Face folder plus the optimizer's state; complete or not there."""
     final = job.folder / "checkpoints" / f"step-{step:06d}"
     partial = final.with_name(final.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save_model(job.decoder, partial)
-    for pattern in TOKENIZER_FILES:
-        for file in Path(job.config.model).glob(pattern):
-            if file.is_file():
-                shutil.copy(file, partial)
-    names = [name for name, _ in job.decoder.named_parameters()]
-    state = job.optimizer.state_dict()["state"]  # {index: {"step", "exp_avg", "exp_avg_sq"}}
-    save_file(
-        {f"{names[i]}.{key}": value for i, entry in state.items() for key, value in entry.items()},
-        partial / "optimizer.safetensors",
-    )
+    try:
+        save_model(job.master, partial)
+        for pattern in TOKENIZER_FILES:
+            for file in Path(job.config.model).glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, partial / file.name)
+        names = [name for name, _ in job.master.named_parameters()]
+        state = job.optimizer.state_dict()["state"]  # {index: {"step", "exp_avg", "exp_avg_sq"}}
+        save_file(
+            {f"{names[i]}.{key}": value for i, entry in state.items() for key, value in entry.items()},
+            partial / "optimizer.safetensors",
+        )
+        write_json(partial / "training.json", {"step": step, "settings": experiment(job.config)})
+    except (OSError, SafetensorError):
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
+        raise
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
+    for _, old in checkpoints(job.folder)[job.config.keep :] if job.config.keep else []:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: Path) -> None:
-    """Put back the state that `save_checkpoint` wrote."""
-    indices = {name: i for i, (name, _) in enumerate(decoder.named_parameters())}
-    state: dict[int, dict[str, Tensor]] = {i: {} for i in indices.values()}
-    for name, value in load_file(folder / "optimizer.safetensors").items():
-        parameter, _, key = name.rpartition(".")
-        state[indices[parameter]][key] = value
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": {i: entry for i, entry in state.items() if entry}})
+    """Put back the state that `save_checkpoint` wrote. ValueError if it is not that of this decoder."""
+    file = folder / "optimizer.safetensors"
+    parameters = dict(decoder.named_parameters())
+    state: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    try:
+        for name, value in load_file(file).items():
+            parameter, _, key = name.rpartition(".")
+            if value.ndim and value.shape != parameters[parameter].shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}")
+            state[parameter][key] = value
+    except (SafetensorError, KeyError, OSError, ValueError) as error:
+        raise ValueError(f"{file} is not this run's optimizer state ({error})") from None
+    entries = {i: entry for i, entry in enumerate(state.values()) if entry}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": entries})
 
 
-def newest_checkpoint(run: Path) -> tuple[int, Path]:
-    """(step, folder) of the newest complete checkpoint of a run; ValueError if there is none."""
+def checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the complete checkpoints of a run, the newest first."""
     steps = {path.name.removeprefix("step-"): path for path in run.glob("checkpoints/step-*")}
-    complete = {int(step): path for step, path in steps.items() if step.isdecimal()}
-    if not complete:
-        raise ValueError(f"--resume {run}: there is no checkpoint in {run}/checkpoints, so start a new run")
-    return max(complete.items())
+    return sorted(((int(step), path) for step, path in steps.items() if step.isdecimal()), reverse=True)
 
 
 def resumed(config: Config, given: dict) -> Config:
@@ -374,13 +467,13 @@ def resumed(config: Config, given: dict) -> Config:
     except TypeError as error:
         raise ValueError(f"{file} does not hold the settings of a run ({error})") from None
     changed = [
-        f"--{name.replace('_', '-')} {getattr(stored, name)} -> {value}"
+        f"{flag(name)} {getattr(stored, name)} -> {value}"
         for name, value in given.items()
         if name not in FREE and value != getattr(stored, name)
     ]
     if changed:
         raise ValueError(
-            f"--resume {config.resume} cannot change the experiment ({', '.join(changed)}): start a new run"
+            f"--resume {config.resume} cannot change the experiment ({', '.join(changed)}): start a new run for it"
         )
     return replace(stored, **{name: value for name, value in given.items() if name in FREE})
 
@@ -411,45 +504,110 @@ def read_lines(path: Path, last_step: int) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------- the job
 
 
-def prepare(config: Config, given: dict) -> Job:
-    """Read and check everything, write nothing. Raises ValueError or OSError in a sentence for the user."""
-    start, source = 0, Path(config.model)
-    if config.resume:
-        config = resumed(config, given)
-        start, source = newest_checkpoint(Path(config.resume))
-    device = pick_device(config.device, config.threads)
-    problems = load_problems(config.data)
-    if config.eval_data is None:
-        beside = Path(config.data.replace("-train.", "-heldout."))
-        config = replace(config, eval_data=str(beside) if str(beside) != config.data and beside.exists() else "")
-    held_out = load_problems(config.eval_data)[: config.eval_limit or None] if config.eval_data else []
+def read(config: Config) -> Inputs:
+    """Read and check all but the weights, write nothing. Raises ValueError or OSError in a sentence for the user."""
+    model = ModelConfig.from_dict(read_json(Path(config.model) / "config.json"))
     tokenizer, eos_ids = load_tokenizer(config.model)
-    decoder = load_model(source, device=device)
-    reference = load_model(config.model, device=device).requires_grad_(False) if config.kl_coef else None
-    optimizer = torch.optim.AdamW(
-        decoder.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
-    )
-    if start:
-        try:
-            load_optimizer(optimizer, decoder, source)
-        except (SafetensorError, KeyError, OSError) as error:
-            raise ValueError(f"{source}/optimizer.safetensors is not this run's optimizer state ({error})") from None
+    limits = {"template": config.template, "max_prompt_tokens": config.max_prompt_tokens}
+    problems, prompts = usable(load_problems(config.data), tokenizer, model.vocab_size, **limits)
+    held_out = []
+    if config.eval_data:
+        held_out, _ = usable(load_problems(config.eval_data), tokenizer, model.vocab_size, **limits)
+    return Inputs(model, tokenizer, eos_ids, problems, prompts, held_out[: config.eval_limit or None])
+
+
+def settle(config: Config, given: dict) -> Config:
+    """The settings with what they leave open filled in: those of the run to resume, the default held-out file."""
+    if config.resume:
+        return resumed(config, given)
+    if config.eval_data is None:
+        beside = config.data.replace("-train.", "-heldout.")
+        return replace(config, eval_data=beside if beside != config.data and Path(beside).exists() else "")
+    return config
+
+
+def load(config: Config, inputs: Inputs) -> Job:
+    """Load the weights: the newest checkpoint that can be read of the run to resume, or the starting weights."""
     folder = Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
-    return Job(config, folder, start, decoder, reference, optimizer, tokenizer, eos_ids, problems, held_out)
+    starts = [*(checkpoints(folder) if config.resume else []), (0, Path(config.model))]
+    for (step, source), older in zip(starts, [*starts[1:], None], strict=True):
+        try:
+            return load_from(config, inputs, folder, step, source)
+        except ValueError as error:
+            if older is None or isinstance(error, OtherRun):
+                raise
+            print(f"{error}: going back to {older[1]}")
 
 
-def plan(job: Job) -> str:
-    """What a step will hold and do, before anything is sampled."""
-    config, c = job.config, job.decoder.config
-    lengths = check_prompts(job.problems, job.tokenizer, c.vocab_size)
+class OtherRun(ValueError):
+    """A checkpoint of other settings than its run's."""
+
+
+def load_from(config: Config, inputs: Inputs, folder: Path, step: int, source: Path) -> Job:
+    """The job at this step, from this folder; ValueError if it is damaged or belongs to another run."""
+    if step:
+        stored = read_json(source / "training.json")
+        if stored != {"step": step, "settings": experiment(config)}:
+            raise OtherRun(f"{source} belongs to another run than {folder}/config.json: move it away")
+    device, dtype = pick_device(config.device, config.threads), getattr(torch, config.dtype)
+    master = load_model(source, device=device)
+    optimizer = torch.optim.AdamW(
+        master.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+    )
+    if step:
+        load_optimizer(optimizer, master, source)
+    master.checkpointing = config.gradient_checkpointing
+    return Job(
+        config=config,
+        inputs=inputs,
+        folder=folder,
+        start=step,
+        master=master,
+        decoder=compute_copy(master, dtype),
+        reference=load_model(config.model, dtype, device).requires_grad_(False) if config.kl_coef else None,
+        optimizer=optimizer,
+        whole=step,
+    )
+
+
+def memory(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
+    """Bytes that a run of sequences of at most `longest` tokens needs at its peaks, by part. Nothing is allocated.
+
+    weights + gradients + optimizer = 16 bytes a parameter in fp32 (4, 4 and 8), 2 more for the copy in bf16.
+    KV cache  = `cache.nbytes` for the rows sampled at a time (2 L B K (budget + buffer) D itemsize and a little).
+    activations of a micro-batch of M tokens, e bytes an item: M L (8 hidden + e (4 hidden + 3 H D + 2 K D +
+    4 intermediate)), or with checkpointing M L e hidden and one layer's; and three fp32 copies of 1,024 tokens' logits.
+    """
+    c, item = model, getattr(torch, config.dtype).itemsize
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(c).parameters())
+    rows = min(config.prompts * config.group_size, max(config.rollout_rows, config.group_size))
+    sizes = {"rows": rows, "max_length": longest, "device": "meta", "dtype": getattr(torch, config.dtype)}
+    cache, dense = (cache_for(c, **settings, **sizes) for settings in (config.cache, {"compressor": "full"}))
+    tokens = max(config.micro_tokens, longest)
+    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    layer = 8 * c.hidden_size + item * (4 * c.hidden_size + 3 * queries + 2 * keys + 4 * c.intermediate_size)
+    kept = c.layers * item * c.hidden_size + layer if config.gradient_checkpointing else c.layers * layer
+    return {
+        "parameters": parameters,
+        "weights": (4 + (item if item < 4 else 0)) * parameters,
+        "gradients": 4 * parameters,
+        "optimizer": 8 * parameters,
+        "reference": item * parameters if config.kl_coef else 0,
+        "cache": sum(cache.nbytes.values()),
+        "dense cache": sum(dense.nbytes.values()),
+        "activations": tokens * kept + 3 * 4 * min(1024, tokens) * c.vocab_size,
+    }
+
+
+def plan(config: Config, inputs: Inputs) -> str:
+    """What a step will hold and do, before any weights are loaded."""
+    lengths = [len(ids) for ids in inputs.prompts]
     rows, longest = config.prompts * config.group_size, max(lengths) + config.max_new_tokens
-    at_once = min(rows, max(config.rollout_rows, config.group_size))
-    sizes = {"rows": at_once, "max_length": longest, "device": "meta"}  # shapes without memory
-    cache, dense = cache_for(c, **config.cache, **sizes), cache_for(c, compressor="full", **sizes)
-    held, dense_held = (sum(x.nbytes.values()) for x in (cache, dense))
-    count = sum(p.numel() for p in job.decoder.parameters())
-    copies = 5 if job.reference else 4  # weights, gradients, two moments; the reference
-    slots, budgets = (sorted({getattr(layer, name) for layer in cache.layers}) for name in ("slots", "budget"))
+    need = memory(config, inputs.model, longest)
+    parts = ("weights", "gradients", "optimizer", "reference", "activations")
+    held = cache_for(inputs.model, 1, longest, **config.cache, device="meta").layers
+    slots, budgets = (sorted({getattr(layer, name) for layer in held}) for name in ("slots", "budget"))
     if config.compressor == "full":
         eviction = "none: compressor full is dense GRPO"
     elif longest <= slots[0]:  # the last token sampled is never cached
@@ -460,14 +618,16 @@ def plan(job: Job) -> str:
     else:
         keys, full = (" to ".join(map(str, (x[0], x[-1])[: len(x)])) for x in (budgets, slots))
         eviction = f"a row is cut to {keys} keys whenever it holds budget + buffer = {full}"
+    at_once = min(rows, max(config.rollout_rows, config.group_size))
     return "\n".join(
         [
-            f"model     {config.model}: {count:,} parameters; "
-            f"weights, gradients and optimizer {megabytes(copies * 4 * count)}",
-            f"problems  {len(job.problems)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
+            f"model     {config.model}: {need['parameters']:,} parameters, {config.dtype}",
+            f"memory    {', '.join(f'{name} {megabytes(need[name])}' for name in parts if need[name])} (estimates)",
+            f"problems  {len(lengths)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
             f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} "
             f"tokens ({rows * config.max_new_tokens:,} in all), {config.updates} update(s); {config.steps} steps",
-            f"KV cache  {config.compressor} {megabytes(held)}, dense {megabytes(dense_held)} ({at_once} rows at once)",
+            f"KV cache  {config.compressor} {megabytes(need['cache'])}, dense {megabytes(need['dense cache'])} "
+            f"({at_once} rows at once)",
             f"eviction  {eviction}",
         ]
     )
@@ -477,9 +637,10 @@ def measure(job: Job, step: int) -> list[dict]:
     """Greedy accuracy on the held-out problems, dense and with the run's compressor."""
     results = dense_and_sparse(
         job.decoder,
-        job.tokenizer,
-        job.eos_ids,
-        job.held_out,
+        job.inputs.tokenizer,
+        job.inputs.eos_ids,
+        job.inputs.held_out,
+        template=job.config.template,
         **job.config.cache,
         rows=job.config.rollout_rows,
         max_new_tokens=job.config.max_new_tokens,
@@ -523,8 +684,10 @@ def open_run(job: Job) -> tuple[list[dict], list[dict]]:
     """Make the run folder, or cut a resumed one's records back to its checkpoint: (metrics, evaluations) so far."""
     if not job.config.resume:
         new_folder(job.folder)
-        (job.folder / "config.json").write_text(json.dumps(asdict(job.config), indent=2) + "\n")
     metrics, evaluations, _ = (read_lines(job.folder / name, job.start) for name in RECORDS)
+    if sum(e["step"] == job.start for e in evaluations) == 1 and job.config.compressor != "full":
+        evaluations = read_lines(job.folder / "evals.jsonl", job.start - 1)  # of the two lines one was never written
+    write_json(job.folder / "config.json", asdict(replace(job.config, resume="", dry_run=False)))
     return metrics, evaluations
 
 
@@ -534,7 +697,7 @@ def train(job: Job, history: list[dict], evaluations: list[dict]) -> None:
     metrics_file, evals_file, samples_file = (job.folder / name for name in RECORDS)
 
     def evaluate_now(step: int) -> None:
-        if job.held_out and all(e["step"] != step for e in evaluations):
+        if job.inputs.held_out and all(e["step"] != step for e in evaluations):
             results = measure(job, step)
             append(evals_file, results)
             evaluations.extend(results)
@@ -552,12 +715,20 @@ def train(job: Job, history: list[dict], evaluations: list[dict]) -> None:
         append(samples_file, records)
         append(metrics_file, [metrics])
         history.append(metrics)
+        job.whole = done
         bar.set_postfix_str(
             "reward {reward_mean:.3f}, rejected {rejected:.0%}, kv saved {kv_saved:.0%}".format_map(metrics)
         )
         if config.sample_every and (step % config.sample_every == 0 or last):
             tqdm.write(
                 "\nstep {step}, reward {reward:.0f} (answer {answer}):\n{prompt}{response}\n".format_map(records[0])
+            )
+        if metrics["updates_not_finite"]:
+            tqdm.write(not_finite(metrics, records))
+        if all(m["updates_not_finite"] for m in history[-3:]) and len(history) >= 3:
+            raise FloatingPointError(
+                f"loss or gradient were not finite for three steps (see above and {samples_file}); the weights "
+                f"are those before them. Start a new run from {job.folder}/checkpoints, with a smaller --lr or --xi-cap"
             )
         if done % config.save_every == 0 or last:
             save_checkpoint(job, done)
@@ -566,19 +737,63 @@ def train(job: Job, history: list[dict], evaluations: list[dict]) -> None:
     print("\n" + summary(job, history, evaluations))
 
 
+def not_finite(metrics: dict, records: list[dict]) -> str:
+    """What to look at after an update that was not applied: the response whose numbers are not finite, or extreme."""
+    bad = [i for i, record in enumerate(records) if None in (record["xi_max"], record["logp_min"])]
+    worst = bad[0] if bad else max(range(len(records)), key=lambda i: records[i]["xi_max"])
+    return (
+        f"step {metrics['step']}: {metrics['updates_not_finite']} update(s) left out, loss or gradient not finite. "
+        "Largest xi {xi_max}, smallest log-prob {logp_min} (None: not finite) in ".format_map(records[worst])
+        + f"response {worst} of this step in samples.jsonl"
+    )
+
+
+@contextlib.contextmanager
+def stoppable(job: Job):
+    """Ctrl-C and SIGTERM end a run at once, with a checkpoint if the weights are those of a finished step."""
+
+    def interrupt(number: int, frame) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        if job.whole and all(step != job.whole for step, _ in checkpoints(job.folder)):
+            save_checkpoint(job, job.whole)
+        steps = next((step for step, _ in checkpoints(job.folder)), 0)
+        print(
+            f"\ntrain.py: stopped by {signal.Signals(number).name} after step {steps}; "
+            f"go on with: python train.py --resume {job.folder}",
+            file=sys.stderr,
+        )
+        raise SystemExit(128 + number) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config, given = parse_config(
         Config, argv, "train.py", "Train a language model on rollouts from a compressed KV cache."
     )
     with one_sentence("train.py"):
-        job = prepare(config, given)
-        print(plan(job))
+        config = settle(config, given)
+        pick_device(config.device, config.threads)
+        inputs = read(config)
+        print(plan(config, inputs))
         if config.dry_run:
             return
+        job = load(config, inputs)
         records = open_run(job)
         print(f"run       {job.folder}/ from step {job.start}", flush=True)
-    with one_sentence("train.py", FloatingPointError):
+    advice = f". What is saved is whole; go on with: python train.py --resume {job.folder}"
+    with (
+        one_sentence("train.py", FloatingPointError),
+        one_sentence("train.py", (OSError, SafetensorError, MemoryError), advice),
+        stoppable(job),
+    ):
         train(job, *records)
 
 

@@ -11,6 +11,7 @@ reject, and the accuracy of the sampler. `full` is the noise floor. The same uni
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval import (
     ASSETS,
-    encode,
+    LONGEST,
+    check_options,
     is_correct,
     load_problems,
     load_tokenizer,
@@ -30,11 +32,12 @@ from eval import (
     pick_device,
     sample_responses,
     table,
+    usable,
 )
 from grpo import mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
 from model import load_model
-from train import score
+from train import Config, score
 
 
 @dataclass(frozen=True)
@@ -43,18 +46,21 @@ class Settings:
 
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
-    limit: int = option(64, "the first so many problems")
+    limit: int = option(64, "the first so many problems", at_least=1)
     budgets: str = option("128,256,512", "budgets, with commas between")
-    buffer: int = option(32, "keys a row gathers beyond the budget before it is cut")
-    window: int = option(8, "newest tokens that always survive")
-    max_new_tokens: int = option(1000, "longest response")
-    epsilon: float = option(1e-4, "a response with some xi below this counts as rejected")
+    buffer: int = option(32, "keys a row gathers beyond the budget before it is cut", at_most=LONGEST)
+    window: int = option(8, "newest tokens that always survive", at_most=LONGEST)
+    max_new_tokens: int = option(1000, "longest response", at_least=1, at_most=LONGEST)
+    epsilon: float = option(1e-4, "a response with some xi below this counts as rejected", above=0, below=1)
     out: str = option("", "JSON file for the results")
-    seed: int = option(0, "of the uniform numbers")
-    threads: int = option(0, "CPU threads; 0 takes all")
+    seed: int = option(0, "of the uniform numbers", at_least=0, below=2**63)
+    threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
     device: str = option("auto", "auto, cpu, cuda, mps")
-    micro_tokens: int = option(8192, "tokens, padding included, in one forward pass of scoring")
-    temperature: float = option(1.0, "of the sampler and of the dense log-probs")
+
+    def __post_init__(self):
+        check_options(self)
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", self.budgets):
+            raise ValueError(f"--budgets must be numbers with commas between, not {self.budgets!r}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -66,19 +72,18 @@ def main(argv: list[str] | None = None) -> None:
         for name, budget in runs:
             check_settings(name, budget, config.buffer, config.window)
         device = pick_device(config.device, config.threads)
-        problems = load_problems(config.data)[: config.limit]
         tokenizer, eos_ids = load_tokenizer(config.model)
         model = load_model(config.model, device=device)
+        problems, prompts = usable(load_problems(config.data)[: config.limit], tokenizer, model.config.vocab_size)
     results = []
     for name, budget in runs:
         r = sample_responses(
             model,
-            encode(problems, tokenizer),
+            prompts,
             group_size=1,
             rows=len(problems),
             max_new_tokens=config.max_new_tokens,
             eos_ids=eos_ids,
-            temperature=config.temperature,
             compressor=name,
             budget=budget,
             buffer=config.buffer,
@@ -86,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
             generator=torch.Generator().manual_seed(config.seed),
             progress=True,
         )
-        logp_old, _ = score(model, r, config)
+        logp_old, _ = score(model, r, Config())
         right = [is_correct(tokenizer.decode(r.response(i)), p.answer) for i, p in enumerate(problems)]
         measured = mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon)
         results.append({"compressor": name, "budget": budget, "kv_saved": r.kv_saved, **measured})

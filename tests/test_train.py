@@ -162,13 +162,18 @@ def test_micro_batches_hold_every_row_once_within_the_token_budget():
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied(files, tmp_path, capsys, monkeypatch):
-    """One sentence, exit code 2; no checkpoint of broken weights is written."""
+    """It is said and counted; after three steps in a row the run ends, exit code 2, and no weight has moved."""
     monkeypatch.setattr(train, "policy_loss", lambda logp, *_, **__: (logp.sum() * torch.nan, {}))
     with pytest.raises(SystemExit) as stop:
         run(files, tmp_path / "run", "--eval-data", "")
     assert stop.value.code == 2
-    assert "the gradient's norm is nan" in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    printed = capsys.readouterr()
+    assert "not finite for three steps" in printed.err.splitlines()[-1]
+    assert printed.out.count("1 update(s) left out, loss or gradient not finite. Largest xi") == 3
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [m["updates_not_finite"] for m in metrics] == [1, 1, 1]
+    before, after = (load_model(p) for p in (files / "model", tmp_path / "run" / "checkpoints" / "step-000002"))
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
 def test_an_evaluation_that_a_kill_left_out_is_made_up_for(files, tmp_path):
@@ -288,10 +293,10 @@ def test_eval_compares_dense_and_sparse_decoding(files, tmp_path, capsys):
     paths = ["--model", str(files / "model"), "--data", str(files / "p-heldout.jsonl"), "--out", str(tmp_path / "out")]
     evaluation.main([*paths, *options.split()])
     printed = capsys.readouterr().out
-    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]["p-heldout"]
     assert results.keys() == {"dense", "snapkv-8"} and all(name in printed for name in results)
     assert {"pass@2", "pass@4"} <= results["dense"].keys()
-    assert all(len(lines(tmp_path / "out" / f"responses-{name}.jsonl")) == 12 for name in results)
+    assert all(len(lines(tmp_path / "out" / f"responses-p-heldout-{name}.jsonl")) == 12 for name in results)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +305,7 @@ def test_eval_compares_dense_and_sparse_decoding(files, tmp_path, capsys):
         ("--samples 2", "--samples 2 greedy responses would all be the same"),
         ("--samples 0", "--samples must be at least 1"),
         ("--top-p 0", "--top-p must be at least"),
-        ("--temperature -1", "--temperature must be 0"),
+        ("--temperature -1", "--temperature must be at least 0 and finite"),
         ("--budget 2 --window 2", "budget 2 must exceed the window"),
         ("--data nowhere.jsonl", "nowhere.jsonl"),
     ],
