@@ -584,7 +584,7 @@ def memory(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
     rows = min(config.prompts * config.group_size, max(config.rollout_rows, config.group_size))
     sizes = {"rows": rows, "max_length": longest, "device": "meta", "dtype": getattr(torch, config.dtype)}
     cache, dense = (cache_for(c, **settings, **sizes) for settings in (config.cache, {"compressor": "full"}))
-    tokens = max(config.micro_tokens, longest)
+    tokens = min(max(config.micro_tokens, longest), rows * longest)
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     layer = 8 * c.hidden_size + item * (4 * c.hidden_size + 3 * queries + 2 * keys + 4 * c.intermediate_size)
     kept = c.layers * item * c.hidden_size + layer if config.gradient_checkpointing else c.layers * layer
