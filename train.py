@@ -401,7 +401,10 @@ def number_or_none(value: Tensor) -> float | None:
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "vocab*", "merges.txt", "*.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("generation_config.json", "chat_template*", "*.jinja"),
+)
 
 
 def experiment(config: Config) -> dict:
