@@ -221,47 +221,187 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
 
 # ------------------------------------------------------------------------------------------------------- answers
 
+LONGEST_ANSWER = 1000  # characters; a longer answer equals only itself
+DEEPEST = 8  # brackets in brackets; what lies deeper is compared as text
+REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one spelling stands for all
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\(?:left|right|displaystyle|q?quad|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\$", ""),
+    (r"(?<!\\)\\[,;:!> ]|~", " "),
+    (r"\\(?:text(?:bf|it|rm|normal)?|[mh]box|math(?:rm|bf|it)|operatorname)\s*\{", r"\\text{"),
+    (r"\\text\{(\s*,?\s*(?:and|or)\s*)\}", r"\1"),
+    (r"(?:,\s*|(?<=[0-9})\]])\s*)(?:and|or)(?![a-zA-Z])", ","),  # 5 or 9: 5,9
+    (r"(?<![\\a-zA-Z])[A-Z](?=[a-z]{2})", lambda match: match[0].lower()),  # Even: even
+    (r"(?<=[0-9}])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|[a-zA-Z])", ""),  # 2 \cdot \pi: 2\pi
+    (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
+    (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac\1\2"),
+    (r"\s+(?![0-9])|(?<![0-9])\s+", ""),  # a space between digits stays: 1 2 is not 12
+    (r"(?<!\\)(?<!\\text)\{([0-9a-zA-Z]|\\[a-zA-Z]+)\}", r"\1"),  # \frac{1}{2}: \frac12, x^{2}: x^2
+    (r"\.0+(?![0-9])|(\.[0-9]*[1-9])0+(?![0-9])", r"\1"),  # 1.50: 1.5
+    (r"\^\\prime", "'"),
+    (r"(?<![.,])[.,;]$", ""),
+]
+UNICODE = str.maketrans({"−": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "∪": r"\cup "})
+NAME = re.compile(  # x=  x_1=  f(x)=  AB=  (x,y)=  x\in
+    r"((?:[a-zA-Z]|\\[a-z]+)(?:_\w|_\{\w+\})?(?:\([a-z]\))?|[A-Z]{2}|\([a-z](?:,[a-z])+\))(?:=|\\in(?![a-z]))"
+)
+NO_UNITS = (  # words that change the number before them
+    r"hundred|thousand|[mbtr]+illion|dozen|half|halves|third|fourth|fifth|tenth|squared|cubed|factorial|pi\}"
+    r"|and|or(?!ange)|base|choose|mod|below"
+)
+WORDS = "[cmk]m|kg|mph|inches|inch|feet|foot|yard|mile|meter|hour|minute|second|day|dollar|cent|degree|percent"
+UNIT = re.compile(  # (a constant)(units, at its end): \%, \$, or several of \text{...}, ^\circ and WORDS
+    r"((?:[-+/0-9.,{}()^ ]|\\(?:frac|sqrt|pi|times|cdot)(?![a-z]))*(?:[0-9})]|\\pi))"
+    rf"(\\?%|\\\$|(?:/?(?:\\text\{{(?!{NO_UNITS})(?:(?:[a-zA-Z./]|\^-?[0-9]){{2,}}|[mgshLNJWVCF])\}}"
+    rf"|\^\\circ|(?:{WORDS})s?)(?:\^[0-9]|\^\{{-?[0-9]\}})?)+)"
+)
+UNIT_NAMES = {"degree": r"^\circ", "percent": "%", r"\%": "%", r"\$": "dollar"}
+DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+NUMBER = re.compile(  # (sign)(whole of a mixed number)(top)/(bottom); the exponent has at most three digits
+    rf"([+-]?)(?:([0-9]+) (?=[0-9]+/[0-9]+$))? ?([+-]?{DECIMAL}(?:[eE][+-]?[0-9]{{1,3}})?)(?:/([+-]?{DECIMAL}))?"
+)
+
 
 def extract_answer(response: str) -> str | None:
     """The content of the last complete \\boxed{...}, braces balanced; None if there is none. Linear in the text."""
     opened, last = [], None  # open braces; (start, end) of the box that opens last
-    for place, character in enumerate(response):
-        if character == "{":
-            opened.append(place)
-        elif character == "}" and opened:
+    for brace in re.finditer("[{}]", response):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
             start = opened.pop()
             if response.endswith("\\boxed", 0, start) and (last is None or start > last[0]):
-                last = start, place
+                last = start, brace.start()
     return None if last is None else response[last[0] + 1 : last[1]].strip()
 
 
+def box_or_last_number(response: str) -> str | None:
+    """The last boxed answer, else the last number of the text: the paper's evaluation, never the reward."""
+    if (boxed := extract_answer(response)) is not None:
+        return boxed
+    number = r"(?<![0-9a-zA-Z)}.])-?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    return (re.findall(number, response) or [None])[-1]
+
+
+EXTRACTORS = {"boxed": extract_answer, "last-number": box_or_last_number}
+
+
+def normalise(text: str) -> str:
+    """The text after all REWRITES. A bare comma groups thousands outside brackets only: (1,200) is a pair."""
+    text = text.translate(UNICODE)
+    comma = r",\s*\\!\s*|\{,\}|\\," + ("" if re.search(r"[()\[\]]|\\\{", text) else "|,")
+    thousands = rf"(?<![0-9,.])[1-9][0-9]{{0,2}}(?:(?:{comma})[0-9]{{3}})+(?!,?[0-9])"
+    text = re.sub(thousands, lambda match: re.sub("[^0-9]", "", match[0]), text)
+    for pattern, replacement in REWRITES:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
 def number(text: str) -> Fraction | None:
-    """The exact value of an integer, decimal or a/b, thousands separators allowed; None for anything else."""
-    text = text.strip().strip("$").replace("\\$", "").replace("\\!", "").strip()
-    if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", text):
-        text = text.replace(",", "")
-    if len(text) > 100 or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(/\d+)?", text):
+    """The exact value of a normalised integer, decimal, fraction, mixed number or a*10^n; None for anything else."""
+    text = re.sub(r"\\frac(?:([0-9])|\{([^{}]*)\})(?:([0-9])|\{([^{}]*)\})", r" \1\2/\3\4", text)
+    text = re.sub(r"^([+-]?)10\^", r"\g<1>1\\times10^", text)
+    text = re.sub(r"\\(?:times|cdot)10\^(?:\{([+-]?[0-9]+)\}|([0-9])(?![0-9]))", r"e\1\2", text)
+    match = NUMBER.fullmatch(text)
+    if match is None or (match[4] and not Fraction(match[4])):
         return None
-    top, _, bottom = text.partition("/")
-    return None if bottom and int(bottom) == 0 else Fraction(top) / int(bottom or 1)
+    return (-1 if match[1] == "-" else 1) * (int(match[2] or 0) + Fraction(match[3]) / Fraction(match[4] or 1))
+
+
+def split(text: str, separator: str) -> list[str]:
+    """The pieces between separators outside all brackets; none if a bracket closes that did not open."""
+    pieces, start, depth = [], 0, 0
+    for place, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return []
+        if depth == 0 and place >= start and text.startswith(separator, place):
+            pieces.append(text[start:place])
+            start = place + len(separator)
+    return [*pieces, text[start:]]
+
+
+class Answer(typing.NamedTuple):
+    """An answer taken apart: what stands before `=`, the unit, and a value or, for this kind of group, its members."""
+
+    value: Fraction | str = ""
+    name: str = ""
+    unit: str = ""
+    kind: str = ""  # "{}" set or list, "\\cup" union, "()" "[)" "(]" "[]" tuple or interval, "matrix", "row"
+    members: tuple = ()
+
+
+def group(kind: str, pieces: list[str], depth: int) -> Answer:
+    """The pieces as members, sorted where order does not matter; a set of one is its member."""
+    members = [read(piece, depth + 1) for piece in pieces]
+    if kind == "{}":  # {1 \pm 2, 5} has three members
+        members = [m for member in members for m in (member.members if member.kind == kind else [member])]
+    if kind in ("{}", r"\cup"):
+        members.sort(key=str)
+    return members[0] if kind == "{}" and len(members) == 1 else Answer(kind=kind, members=tuple(members))
+
+
+def read(text: str, depth: int = 0) -> Answer:
+    """Take a normalised answer apart: the first rule that applies, then the rules again on what it leaves."""
+    if depth > DEEPEST:
+        return Answer(text)
+    text = text.removeprefix("+")
+    for separator, kind in ((",", "{}"), (r"\cup", r"\cup")):
+        if len(pieces := split(text, separator)) > 1:
+            return group(kind, pieces, depth)
+    if match := NAME.match(text):
+        return read(text[match.end() :], depth + 1)._replace(name=match[1])
+    match = re.fullmatch(r"(\\?[\[({])(.*[^\\])(\\?[\])}])", text)
+    if match and (pieces := split(match[2], ",")):
+        kind = match[1] + match[3]
+        if kind in ("{}", r"\(\)", r"\[\]") or (kind == "()" and len(pieces) == 1):
+            return read(match[2], depth + 1)
+        return group("{}" if kind == r"\{\}" else kind, pieces, depth)
+    if match := re.fullmatch(r"\\begin\{[pb]matrix\}(.*?)(?:\\\\)?\\end\{[pb]matrix\}", text):
+        rows = [group("row", split(row, "&"), depth) for row in split(match[1], r"\\")]
+        return Answer(kind="matrix", members=tuple(rows))
+    if text.count(r"\pm") == 1:
+        return group("{}", [text.replace(r"\pm", sign) for sign in "+-"], depth)
+    if match := re.fullmatch(r"(-?)(?:\\\$|\\text\{\\\$\})(.+)", text):
+        return read(match[1] + match[2], depth + 1)._replace(unit="dollar")
+    if match := UNIT.fullmatch(text):
+        unit = re.sub(r"\\text|[{}]|(?<=[a-z]{2})s\}?$", "", match[2])
+        return read(match[1], depth + 1)._replace(unit=UNIT_NAMES.get(unit, unit))
+    if r"\text{" in text:
+        return read(re.sub(r"\\text\{([^{}]*)\}", r"\1", text), depth + 1)
+    if (value := number(text)) is not None:
+        return Answer(value)
+    match = re.fullmatch(r"(-?)((?:[0-9a-zA-Z^{}!]|\\pi|\\sqrt|\([^()]*\))+)/([0-9]+|[a-zA-Z]|\\[a-z]+)", text)
+    return Answer(normalise(r"{}\frac{{{}}}{{{}}}".format(*match.groups())) if match else text)  # n/2: \frac n2
+
+
+def same(a: Answer, b: Answer) -> bool:
+    """A name or unit may be left out, not changed. 50\\% is 50 with a unit, and 1/2."""
+    if a.kind != b.kind or len(a.members) != len(b.members):
+        return False
+    if any(x and y and x != y for x, y in ((a.name, b.name), (a.unit, b.unit))):
+        return False
+    if isinstance(a.value, Fraction) and isinstance(b.value, Fraction) and a.unit != b.unit:
+        hundredths = a.value == 100 * b.value if a.unit == "%" else b.unit == "%" and b.value == 100 * a.value
+        return hundredths or a.value == b.value
+    return a.value == b.value and all(map(same, a.members, b.members))
 
 
 def is_equal(answer: str, reference: str) -> bool:
-    """Equal as exact numbers, else as strings without spaces, dollar signs and sizing commands."""
-    a, b = number(answer), number(reference)
-    if a is not None and b is not None:
-        return a == b
+    """Equal as exact numbers, else as LaTeX without what only shows; groups member by member.
 
-    def plain(text: str) -> str:
-        text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
-        return re.sub(r"\s|\$|\\(left|right)(?![a-zA-Z])|\\[,!;]", "", text)
+    Order matters in tuples and intervals, not in sets, unions and lists such as 1,2. Left out on purpose: symbolic
+    equality. 2(n-1) is not 2n-2 here, nor 2^{10} 1024: it takes a computer algebra system, which is slow and can hang.
+    """
+    if answer.strip() == reference.strip():
+        return True
+    if max(len(answer), len(reference)) > LONGEST_ANSWER:
+        return False
+    return same(read(normalise(answer)), read(normalise(reference)))
 
-    return plain(answer) == plain(reference)
 
-
-def is_correct(response: str, answer: str) -> bool:
+def is_correct(response: str, answer: str, extract=extract_answer) -> bool:
     """The reward: does the last boxed answer of the response equal the reference?"""
-    found = extract_answer(response)
+    found = extract(response)
     return found is not None and is_equal(found, answer)
 
 
@@ -292,11 +432,13 @@ def evaluate(
     samples=1,
     seed=0,
     template="auto",
+    extract="boxed",
     **settings,
 ) -> tuple[dict, list[dict]]:
     """Accuracy of `samples` responses to each problem: (summary, one record a response).
 
-    settings: those of `sample_responses` and `rollout`. The standard error is over problems.
+    extract: how the answer is found, one of EXTRACTORS. settings: those of `sample_responses` and `rollout`.
+    The standard error is over problems.
     """
     prompts = encode(problems, tokenizer, template)
     generator = torch.Generator().manual_seed(seed)
@@ -308,9 +450,9 @@ def evaluate(
             {
                 "problem": i // samples,
                 "response": text,
-                "extracted": extract_answer(text),
+                "extracted": EXTRACTORS[extract](text),
                 "answer": problem.answer,
-                "correct": is_correct(text, problem.answer),
+                "correct": is_correct(text, problem.answer, EXTRACTORS[extract]),
                 "tokens": int(r.response_lengths[i]),
                 "finished": bool(r.finished[i]),
             }
@@ -322,7 +464,7 @@ def evaluate(
         "stderr": float(means.std() / len(means) ** 0.5) if len(means) > 1 else float("nan"),
         "problems": len(problems),
         "samples": samples,
-        "boxed": sum(record["extracted"] is not None for record in records) / len(records),
+        "boxed": sum(extract_answer(record["response"]) is not None for record in records) / len(records),
         "truncated": 1 - float(r.finished.double().mean()),
         "response_length": float(r.response_lengths.double().mean()),
         "kv_saved": r.kv_saved,
@@ -516,6 +658,7 @@ class EvalConfig:
     )
     temperature: float = option(0.0, "0 is greedy; the paper evaluates at 0.8", at_least=0, below=math.inf)
     top_p: float = option(1.0, "nucleus; the paper evaluates at 0.95", at_least=1e-6, at_most=1)
+    extract: str = option("boxed", "last-number takes the last number of a text without a box", choices=EXTRACTORS)
     max_new_tokens: int = option(
         1000, "longest response; what is longer is graded as it stands", at_least=1, at_most=LONGEST
     )
@@ -541,7 +684,7 @@ class EvalConfig:
 
 SETTINGS = (
     *("compressor", "budget", "buffer", "window", "samples", "seed", "rows"),
-    *("max_new_tokens", "temperature", "top_p", "template"),
+    *("max_new_tokens", "temperature", "top_p", "template", "extract"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Problems, prompts, answers and accuracy (eval.py)."""
+"""Problems, prompts and accuracy (eval.py); answers are in test_answers.py."""
 
 from __future__ import annotations
 
@@ -7,71 +7,13 @@ import json
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import constant_model, tiny_model
 from tokenizers import Tokenizer, models
 
 import eval as evaluation
-from eval import Problem, extract_answer, is_correct, load_problems, pass_at_k, render
+from eval import Problem, load_problems, pass_at_k, render
 
 QUESTION = "What is 6 * 7?"
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        (r"so \boxed{42}.", "42"),
-        (r"first \boxed{1}, no, \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{ {a} {b{c}} }", "{a} {b{c}}"),
-        (r"\boxed{7} and then \boxed{8", "7"),
-        (r"\boxed{}", ""),
-        ("the answer is 42", None),
-        ("", None),
-    ],
-)
-def test_the_answer_is_the_last_complete_box(response, answer):
-    """Braces are balanced; a box that never closes is none."""
-    assert extract_answer(response) == answer
-
-
-def test_hostile_responses_are_read_quickly():
-    """A collapsed policy repeats a token that opens a box; the search stays linear in the text."""
-    assert extract_answer("\\boxed{" * 100_000) is None
-    assert extract_answer("\\boxed{" * 100_000 + "1" + "}" * 100_000) == "1"
-    assert not is_correct("\\boxed{9**9**9}", "1")
-
-
-@pytest.mark.parametrize(
-    ("given", "reference"),
-    [
-        ("18", "18"),
-        ("18.0", "18"),
-        ("27", "27.0"),
-        ("1,000", "1000"),
-        ("$5", "5"),
-        ("0.5", "1/2"),
-        ("-3", "-3.00"),
-        ("070", "70"),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
-        (r"\dfrac{3}{4}", r"\frac{3}{4}"),
-    ],
-)
-def test_answers_are_equal_as_numbers_or_as_text(given, reference):
-    """Numbers compare exactly, whatever their notation; other text without spaces and sizing commands."""
-    assert is_correct(f"\\boxed{{{given}}}", reference)
-
-
-@pytest.mark.parametrize(
-    ("given", "reference"), [("18", "19"), ("1,00", "100"), ("0.3333", "1/3"), ("", "0"), ("x", "y"), ("1/0", "0")]
-)
-def test_different_answers_are_different(given, reference):
-    """No tolerance, no guess."""
-    assert not is_correct(f"\\boxed{{{given}}}", reference)
-
-
-def test_a_response_without_a_box_is_wrong():
-    """The right number in plain text earns nothing in training."""
-    assert not is_correct("42", "42")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +119,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(samples, correc
 def test_accuracy_and_standard_error_are_over_problems(monkeypatch):
     """Two problems with 4 samples each: the error is that of two means, not of eight responses."""
     verdicts = iter([True] * 4 + [True, False, False, False])
-    monkeypatch.setattr(evaluation, "is_correct", lambda response, answer: next(verdicts))
+    monkeypatch.setattr(evaluation, "is_correct", lambda *_: next(verdicts))
     summary, records = evaluation.evaluate(
         tiny_model(),
         word_tokenizer("a", "b"),
@@ -192,6 +134,22 @@ def test_accuracy_and_standard_error_are_over_problems(monkeypatch):
     assert summary["stderr"] == pytest.approx(0.75 / 2)  # std of (1, 0.25), which is 0.75 / sqrt(2), over sqrt(2)
     assert summary["pass@2"] == pytest.approx((1 + 0.5) / 2)
     assert [record["problem"] for record in records] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize(("extract", "accuracy"), [("boxed", 0.0), ("last-number", 1.0)])
+def test_evaluation_can_fall_back_to_the_last_number(extract, accuracy):
+    """`--extract last-number`: a right number without a box counts; the share with a box does not change."""
+    summary, _ = evaluation.evaluate(
+        constant_model([0.0, 9.0]),
+        word_tokenizer("7"),
+        [],
+        [Problem("7", "7")],
+        extract=extract,
+        rows=1,
+        max_new_tokens=1,
+        compressor="full",
+    )
+    assert summary["accuracy"] == accuracy and summary["boxed"] == 0
 
 
 def test_results_do_not_depend_on_how_many_rows_are_sampled_at_once():

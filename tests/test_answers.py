@@ -1,0 +1,312 @@
+"""Which answers are found and which are equal (eval.py): the reward.
+
+answer_pairs.jsonl holds pairs made from the references of seven benchmarks, labelled by hand before the rules were
+written; benchmarks/answers.py compares them with math-verify.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+import eval as answers
+from eval import EXTRACTORS, LONGEST_ANSWER, EvalConfig, extract_answer, is_correct, is_equal
+
+PAIRS = [json.loads(line) for line in Path(__file__).with_name("answer_pairs.jsonl").read_text().splitlines()]
+NOT_SEEN = {  # equal, but seen only by algebra, or by a guess
+    ("809", "m+n=809"),
+    (r"$576\pi\;m^{2}$", r"576\pi"),  # m could be a variable
+    (r"$2-\sqrt{3}$", r"-\sqrt{3}+2"),
+    (r"\cot x", r"\cot(x)"),
+    ("18+2\\pi", r"2\pi + 18"),
+    ("$2n-2$", "2(n-1)"),
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"first \boxed{1}, no, \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{ {a} {b{c}} }", "{a} {b{c}}"),
+        (r"\boxed{7} and then \boxed{8", "7"),
+        (r"\boxed{}", ""),
+        ("the answer is 42", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_last_complete_box(response, answer):
+    """Braces are balanced; a box that never closes is none."""
+    assert extract_answer(response) == answer
+
+
+def test_boxes_in_boxes_are_read_in_linear_time():
+    """The innermost box opens last."""
+    assert extract_answer("\\boxed{" * 100_000 + "1" + "}" * 100_000) == "1"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("9 eggs cost $18.", "18"),
+        ("it is 1,450,000 in all", "1,450,000"),
+        ("so x = -3.50", "-3.50"),
+        ("10-3", "3"),
+        ("about .5", ".5"),
+        (r"\boxed{7}, found in 2 ways", "7"),
+        ("答案是42", "42"),
+        ("none", None),
+    ],
+)
+def test_last_number_is_taken_only_without_a_box(response, answer):
+    """As the paper's evaluation does; a minus after a number is a difference."""
+    assert EXTRACTORS["last-number"](response) == answer
+
+
+def test_a_response_without_a_box_is_wrong():
+    """The right number in plain text earns nothing in training, and in evaluation only by `--extract`."""
+    assert not is_correct("42", "42")
+    assert EvalConfig().extract == "boxed"
+    assert is_correct("42", "42", EXTRACTORS["last-number"])
+
+
+def test_pairs_are_many_and_from_all_benchmarks():
+    """At least 200 of each label."""
+    assert min(sum(p["equal"] for p in PAIRS), sum(not p["equal"] for p in PAIRS)) >= 200
+    assert len({p["from"] for p in PAIRS}) == 7
+
+
+def test_no_different_pair_is_equal():
+    """A wrong answer is never rewarded."""
+    assert [p for p in PAIRS if not p["equal"] and is_equal(p["a"], p["b"])] == []
+
+
+def test_all_equal_pairs_but_the_listed_ones_are_equal():
+    """Those few that are not seen are known."""
+    assert {(p["a"], p["b"]) for p in PAIRS if p["equal"] and not is_equal(p["a"], p["b"])} == NOT_SEEN
+
+
+def test_equality_is_symmetric_and_reflexive():
+    """Over all pairs: which of the two is the reference does not matter, and an answer equals itself."""
+    for pair in PAIRS:
+        a, b = pair["a"], pair["b"]
+        assert is_equal(a, b) == is_equal(b, a) and is_equal(a, a) and is_equal(b, b)
+
+
+@pytest.mark.parametrize("value", [Fraction(7, 4), Fraction(-1, 8), Fraction(12), Fraction(-35, 4), Fraction(1, 10)])
+def test_a_number_equals_itself_in_every_notation_and_no_other(value):
+    """Decimal, fraction, mixed number, percent, scientific: all 15 pairs, against a neighbour 1/1000 away."""
+
+    def notations(x: Fraction) -> list[str]:
+        sign, size = "-" * (x < 0), abs(x)
+        whole, rest = divmod(size, 1)
+        a, b = size.numerator, size.denominator
+        return [
+            f"{float(x)}",
+            rf"{sign}\dfrac{{{a}}}{{{b}}}",
+            rf"\frac {{{sign}{a}}} {{{b}}}",
+            f"{sign}{a}/{b}",
+            rf"{sign}{whole}\frac{{{rest.numerator}}}{{{rest.denominator}}}",
+            rf"{float(x) * 1000}\times 10^{{-3}}",
+        ]
+
+    for a, b in itertools.combinations(notations(value), 2):
+        assert is_equal(a, b)
+    for a, b in itertools.product(notations(value), notations(value + Fraction(1, 1000))):
+        assert not is_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (r"50\%", "0.5", True),
+        (r"50\%", "50", True),
+        (r"50\%", r"\frac{1}{2}", True),
+        ("50", "0.5", False),
+        (r"50\%", "5000", False),
+        (r"50\%", r"50\text{ cm}", False),
+        (r"0.5\%", r"50\%", False),
+    ],
+)
+def test_percent_is_a_hundredth_whose_sign_may_be_left_out(a, b, equal):
+    """Both habits occur in references: 62.5% for a share, and 25 where a percentage was asked for."""
+    assert is_equal(a, b) is equal
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        ("x=5", "5", True),
+        ("x=5", "y=5", False),
+        ("x \\in [1,2]", "[1,2]", True),
+        (r"5\text{ cm}", "5", True),
+        (r"5\text{ cm}", r"5\text{ m}", False),
+        (r"\$5", r"5\text{ dollars}", True),
+        (r"\$5", r"5\text{ cents}", False),
+        (r"2\text{i}", "2", False),
+        ("2k", "2", False),
+        (r"5\text{ thousand}", "5", False),
+        (r"5\text{ and a half}", "5", False),
+        (r"204\text{ base } 5", "204", False),
+        (r"\sin 30^\circ", r"\sin 30", False),
+    ],
+)
+def test_a_name_or_a_unit_may_be_left_out_but_not_changed(a, b, equal):
+    """Only what cannot be a factor is a unit."""
+    assert is_equal(a, b) is equal
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        ("1,000", "1000", True),
+        ("1,00", "100", False),
+        ("0,125", "125", False),
+        ("0{,}125", "125", False),
+        ("1, 200", "1200", False),
+        ("(1,200)", "(1200)", False),
+        ("(1,200)", "(1, 200)", True),
+        ("5,1,200", "5,1200", False),
+        ("1,2,3,...", "1,2,3", False),
+        ("1 2", "12", False),
+        ("1 1/2", "11/2", False),
+        (r"2^{10}", "2^10", False),
+        ("10^{12}", "10^12", False),
+        ("1/0", "0", False),
+        (r"\frac{0}{0}", "0", False),
+        ("", "0", False),
+    ],
+)
+def test_a_comma_or_space_between_digits_is_not_lost(a, b, equal):
+    """1,000 is a number, 1,2 a list, (1,200) a pair; LaTeX's 2^10 is 2^1 0."""
+    assert is_equal(a, b) is equal
+
+
+HOSTILE = {
+    "nested boxes": "\\boxed{" * 100_000 + "1" + "}" * 100_000,
+    "open boxes": "\\boxed{" * 100_000,
+    "power tower": r"\boxed{9**9**9}",
+    "exponent": r"\boxed{1e999999999}",
+    "power of ten": r"\boxed{10^{999999999}}",
+    "a megabyte of digits": "\\boxed{" + "1" * 1_000_000 + "}",
+    "a megabyte of commas": "\\boxed{" + "1," * 500_000 + "}",
+    "a megabyte of numbers": "1,111" * 200_000,
+    "a megabyte of open brackets": "(" * 1_000_000,
+} | {
+    f"repeated {unit}": "\\boxed{" + (unit * LONGEST_ANSWER)[: LONGEST_ANSWER - 1] + "}"
+    for unit in (
+        "(",
+        "[",
+        ",",
+        "-",
+        " ",
+        r"\frac",
+        r"\{",
+        r"\text{",
+        r"\pm,",
+        r"\cup",
+        "1,",
+        "1 ",
+        "^",
+        r"\\",
+        "x=",
+        "cm",
+    )
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_is_judged_quickly(name):
+    """A collapsed policy repeats one token; no text raises, hangs or is rewarded (1 s a megabyte at most)."""
+    start = time.perf_counter()
+    for extract in EXTRACTORS.values():
+        assert not is_correct(HOSTILE[name], "7", extract)
+    assert time.perf_counter() - start < 20
+
+
+# ------------------------------------------------------------------------------------------------- wrong variants
+
+
+def rewrites(drop: str = "", *extra) -> list:
+    """REWRITES without the rule of this pattern, and with others before it."""
+    assert not drop or drop in dict(answers.REWRITES)
+    return [*extra, *(rule for rule in answers.REWRITES if rule[0] != drop)]
+
+
+def units_ignored(a, b, same=answers.same):
+    return same(a._replace(unit=""), b._replace(unit=""))
+
+
+def names_ignored(a, b, same=answers.same):
+    return same(a._replace(name=""), b._replace(name=""))
+
+
+def as_float(text, number=answers.number):
+    return None if (value := number(text)) is None else Fraction(float(value))
+
+
+def rounded(text, number=answers.number):
+    return None if (value := number(text)) is None else round(value, 6)
+
+
+def one_kind_of_bracket(kind, pieces, depth, group=answers.group):
+    return group("()" if kind in ("[]", "[)", "(]") else kind, pieces, depth)
+
+
+def tuples_sorted(kind, pieces, depth, group=answers.group):
+    return group(kind, sorted(pieces), depth)
+
+
+def sets_in_order(kind, pieces, depth, group=answers.group):
+    return group("()" if kind == "{}" else kind, pieces, depth)
+
+
+SPACES = r"\s+(?![0-9])|(?<![0-9])\s+"
+WRONG = {  # what to patch, the wrong variant, a pair on which it errs and whether the two are equal
+    "every space goes": ("REWRITES", rewrites(SPACES, (r"\s+", "")), "1 2", "12", False),
+    "every comma between digits goes": ("REWRITES", rewrites("", (r"(?<=\d),(?=\d)", "")), "1,2", "12", False),
+    "subscripts go": ("REWRITES", rewrites("", (r"_\{?\d\}?", "")), "204_5", "204", False),
+    "all braces go": ("REWRITES", rewrites("", (r"[{}]", "")), "x^{12}", "x^12", False),
+    "no units": ("UNIT", re.compile("$^"), r"5\text{ cm}", "5", True),
+    "percent is a mere unit": ("UNIT_NAMES", {}, r"50\%", "0.5", True),
+    "units are ignored": ("same", units_ignored, r"5.4 \text{ cents}", r"\$5.4", False),
+    "names are ignored": ("same", names_ignored, "$x=9$", "y=9", False),
+    "numbers are floats": ("number", as_float, "9007199254740993", "9007199254740992", False),
+    "numbers are rounded": ("number", rounded, r"\frac13", "0.3333333", False),
+    "one kind of bracket": ("group", one_kind_of_bracket, "[1,2]", "[1,2)", False),
+    "tuples are sorted": ("group", tuples_sorted, "(-3,-6)", "(-6,-3)", False),
+    "sets keep their order": ("group", sets_in_order, r"\{1,2\}", r"\{2,1\}", True),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_variant_is_caught(name, monkeypatch):
+    """Its verdict on the pair is the opposite of the right one."""
+    attribute, variant, a, b, equal = WRONG[name]
+    assert is_equal(a, b) is equal
+    monkeypatch.setattr(answers, attribute, variant)
+    assert is_equal(a, b) is not equal
+
+
+@pytest.mark.parametrize(
+    ("variant", "response", "answer"),
+    [
+        (lambda text: re.search(r"\\boxed\{(.*)\}", text)[1], r"\boxed{1}, or \boxed{2}", "2"),  # greedy
+        (
+            lambda text: re.findall(r"\\boxed\{(.*?)\}", text)[-1],
+            r"\boxed{\frac{1}{2}}",
+            r"\frac{1}{2}",
+        ),  # to the first }
+        (lambda text: re.findall(r"\\boxed\{([^{}]*)\}", text)[0], r"\boxed{1}, no, \boxed{2}", "2"),  # the first box
+    ],
+)
+def test_wrong_search_for_the_box_is_caught(variant, response, answer):
+    """Regular expressions do not balance braces, and the last box counts."""
+    assert extract_answer(response) == answer != variant(response)
