@@ -1,7 +1,8 @@
-"""Peak memory, measured, of the two things that this project bounds.
+"""Peak memory: measured, of the two things that this project bounds; estimated, of real sizes at the paper's settings.
 
     python benchmarks/memory.py cache      # the process while it samples 4,096 tokens, dense against budget 512
     python benchmarks/memory.py scoring    # log-probs and entropy at V = 151,936, whole logits against chunks
+    python benchmarks/memory.py sizes      # Qwen2.5 by the formula of `train.memory`, nothing is allocated
 
 Each measurement is a process of its own and reports its resident memory (the operating system's high-water mark) above
 what it held before it began. `scoring` measures two numbers of tokens, forward and backward, and extends the straight
@@ -22,10 +23,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval import ASSETS, megabytes, table
+from eval import ASSETS, megabytes, parse_config, table
 from grpo import token_logprobs
-from model import load_model
+from model import ModelConfig, load_model
 from rollout import rollout
+from train import Config, memory
 
 
 def high_water() -> int:
@@ -95,17 +97,43 @@ def scoring(tokens: int, vocabulary: int) -> None:
     print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences))
 
 
+QWEN = {  # hidden_size, intermediate_size, layers, heads, KV heads, tied head; head_dim is hidden_size / heads
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, True),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, True),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, False),
+}
+
+
+def sizes(longest: int) -> None:
+    """Print what assets/paper.args needs in bf16 with gradient checkpointing, for sequences of `longest` tokens."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    rows = []
+    for name, (*numbers, tied) in QWEN.items():
+        raw = {"model_type": "qwen2", "vocab_size": 151_936, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
+        raw |= dict(zip(keys, numbers, strict=True))
+        if name.endswith("7B"):
+            raw["vocab_size"] = 152_064
+        options = [f"@{ASSETS / 'paper.args'}", "--dtype", "bfloat16", "--gradient-checkpointing"]
+        config, _ = parse_config(Config, options, "train.py", "")
+        need = memory(config, ModelConfig.from_dict(raw), longest)
+        parts = ("weights", "gradients", "optimizer", "reference", "activations", "cache", "dense cache")
+        rows.append([name, f"{need['parameters'] / 1e9:.2f}", *(f"{need[part] / 2**30:.1f}" for part in parts)])
+    print(f"GiB; {config.rollout_rows} rows at a time of {longest:,} tokens, micro-batches of {config.micro_tokens:,}")
+    print(table(["model", "10^9", *parts], rows))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cache", "scoring"])
+    parser.add_argument("what", choices=["cache", "scoring", "sizes"])
     parser.add_argument("--rows", type=int, default=16, help="rows sampled (cache)")
-    parser.add_argument("--tokens", type=int, help="tokens a row (cache, 4096), or in all (scoring, 2048)")
+    parser.add_argument("--tokens", type=int, help="tokens a row (cache, 4096; sizes, 5120), or in all (scoring, 2048)")
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the single measurement that this process makes
     parser.add_argument("--results", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tokens = args.tokens or {"cache": 4096, "scoring": 2048}[args.what]
+    tokens = args.tokens or {"cache": 4096, "scoring": 2048, "sizes": 1024 + 4096}[args.what]
     if min(args.rows, tokens, args.vocabulary) < 2:
         parser.error("--rows, --tokens and --vocabulary must be at least 2")
     if args.one and args.what == "cache":
@@ -114,6 +142,8 @@ def main() -> None:
         print(json.dumps(log_probs(args.one, tokens, args.vocabulary, args.results)))
     elif args.what == "cache":
         cache(args.rows, tokens)
+    elif args.what == "sizes":
+        sizes(tokens)
     else:
         scoring(tokens, args.vocabulary)
 
