@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -73,30 +74,19 @@ class ModelConfig:
         refuse(raw.get("hidden_act", "silu") != "silu", "hidden_act")
         refuse(bool(raw.get("attention_dropout")), "attention_dropout")
         refuse(raw.get("quantization_config") is not None, "quantization_config")
-        refuse(bool(raw.get("use_sliding_window")), "use_sliding_window")
-        refuse(any(t != "full_attention" for t in raw.get("layer_types") or ()), "layer_types")
-        refuse(raw.get("partial_rotary_factor", 1.0) != 1.0, "partial_rotary_factor")
-
-        refuse(not isinstance(raw.get("rope_scaling") or {}, dict), "rope_scaling")
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-        rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
-        if rope["rope_type"] not in ("default", "linear", "llama3"):
-            raise ValueError(f"config.json: rope_type = {rope['rope_type']!r} is not implemented in model.py")
-
         heads = need("num_attention_heads")
         bias = bool(raw.get("attention_bias", False))
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             refuse(type(need(key)) is not int or raw[key] < 1, key)
-        numbers = {"rms_norm_eps": need("rms_norm_eps"), "rope_theta": rope["rope_theta"]}
-        if rope["rope_type"] != "default":
-            numbers["factor"] = rope.get("factor")
-        if rope["rope_type"] == "llama3":
-            names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            numbers |= {name: rope.get(name) for name in names}
-        for key, value in numbers.items():
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ValueError(f"config.json: {key} = {value!r} must be a positive number")
+        for key in ("num_key_value_heads", "head_dim"):
+            refuse(raw.get(key) is not None and (type(raw[key]) is not int or raw[key] < 1), key)
+        positive("rms_norm_eps", need("rms_norm_eps"))
+        refuse(any(t != "full_attention" for t in raw.get("layer_types") or ()), "layer_types")
+        if not raw.get("layer_types") and (raw.get("max_window_layers") or 0) < raw["num_hidden_layers"]:
+            # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
+            on = raw.get("use_sliding_window", kind == "llama" and "sliding_window" in raw)
+            if on and raw.get("sliding_window", "absent") is not None:
+                raise ValueError("config.json: use_sliding_window or sliding_window is not implemented in model.py")
         config = cls(
             vocab_size=need("vocab_size"),
             hidden_size=need("hidden_size"),
@@ -106,7 +96,7 @@ class ModelConfig:
             kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or need("hidden_size") // heads,
             norm_eps=need("rms_norm_eps"),
-            rope=rope,
+            rope=read_rope(raw),
             tied=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=bias or kind == "qwen2",
             output_bias=bias and kind != "qwen2",
@@ -126,11 +116,45 @@ class ModelConfig:
 
 # ------------------------------------------------------------------------------------------- rotary positions
 
+ROPE_NUMBERS = {  # what each rope_type needs beside rope_theta
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def positive(key: str, value) -> None:
+    """Raises ValueError naming the key of config.json unless its value is a number above 0."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key} = {value!r} must be a positive number")
+
+
+def read_rope(raw: dict) -> dict:
+    """`ModelConfig.rope` from either dialect of config.json. Raises ValueError naming what is not implemented."""
+    given = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [{}]
+    if not all(isinstance(rope, dict) and rope == given[0] for rope in given):
+        raise ValueError("config.json: rope_parameters and rope_scaling must be objects, and equal if both are there")
+    rope = {"rope_theta": raw.get("rope_theta") or 10000.0} | given[0]
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] not in ROPE_NUMBERS:
+        raise ValueError(f"config.json: rope_type = {rope['rope_type']!r} is not implemented in model.py")
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("config.json: partial_rotary_factor other than 1 is not implemented in model.py")
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            raise ValueError(f"config.json: rope_parameters of {key!r} alone are not implemented in model.py")
+    for key in ("rope_theta", *ROPE_NUMBERS[rope["rope_type"]]):
+        positive(key, rope.get(key))
+    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
+    return rope
+
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each pair of dimensions, (D/2,), fp32 (RoFormer 2104.09864; Llama 3.1 for `llama3`)."""
-    rope, half = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    frequencies = rope["rope_theta"] ** (-half / config.head_dim)  # (D/2,)
+    rope, even = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    # The reciprocal, as other tools round it: with a negative power the angles at position 8,192 differ by 5e-4.
+    frequencies = 1.0 / rope["rope_theta"] ** (even / config.head_dim)  # (D/2,)
     if rope["rope_type"] == "linear":
         return frequencies / rope["factor"]
     if rope["rope_type"] == "llama3":
@@ -263,6 +287,9 @@ class Decoder(nn.Module):
 # --------------------------------------------------------------------------------------------- loading and saving
 
 
+INDEX = "model.safetensors.index.json"
+
+
 def read_json(path: Path) -> dict:
     """The JSON object in `path`; ValueError names the file if it is missing or broken."""
     try:
@@ -277,10 +304,17 @@ def read_json(path: Path) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the shards named by the index, or the single file."""
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    files = [folder / name for name in names]
+    """The safetensors files of a folder: the single file, or else the shards that the index names."""
+    index, names = folder / INDEX, {"model.safetensors"}
+    if index.exists() and not (folder / "model.safetensors").exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise ValueError(f"{index} has no weight_map of tensors to files: download it again")
+        for name in shards.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{index}: weight_map names {name!r}, which is not a file of this folder")
+        names = set(shards.values())
+    files = [folder / name for name in sorted(names)]
     for file in files:
         if not file.exists():
             raise ValueError(f"{file} does not exist: the weights of {folder} are incomplete")
@@ -298,6 +332,7 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
         decoder = Decoder(ModelConfig.from_dict(read_json(folder / "config.json")))
     expected = decoder.state_dict()
     state: dict[str, Tensor] = {}
+    seen: set[str] = set()
     stored_head = None
     for file in weight_files(folder):
         try:
@@ -307,18 +342,23 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
                     tensor = tensors.get_tensor(name)
                     if short.endswith("rotary_emb.inv_freq"):
                         continue
+                    if short in seen:
+                        raise ValueError(f"{file}: second tensor {name!r}")
+                    seen.add(short)
                     if short == "lm_head.weight" and decoder.config.tied:
                         stored_head = tensor
                         continue
-                    if short not in expected or short in state:
-                        raise ValueError(f"{file}: {'second' if short in state else 'unexpected'} tensor {name!r}")
+                    if short not in expected:
+                        raise ValueError(f"{file}: unexpected tensor {name!r}")
                     if tensor.shape != expected[short].shape:
                         raise ValueError(
                             f"{file}: {name} has shape {tuple(tensor.shape)}, "
                             f"config.json asks for {tuple(expected[short].shape)}"
                         )
-                    if not tensor.is_floating_point():
-                        raise ValueError(f"{file}: {name} has dtype {tensor.dtype}; only floating point is implemented")
+                    if tensor.dtype not in FLOATS:
+                        raise ValueError(
+                            f"{file}: {name} has dtype {tensor.dtype}; quantized weights are not implemented"
+                        )
                     state[short] = tensor.to(device, dtype, copy=True)  # a copy: the file may change later
                     if not state[short].isfinite().all():
                         raise ValueError(f"{file}: {name} holds values that are not finite in {dtype}")
@@ -344,3 +384,4 @@ def save_model(decoder: Decoder, folder) -> None:
     state = decoder.state_dict()
     named = {name if name == "lm_head.weight" else f"model.{name}": t.contiguous() for name, t in state.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / INDEX).unlink(missing_ok=True)  # that of shards which the new file replaces

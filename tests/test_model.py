@@ -1,17 +1,26 @@
-"""model.py against a slow forward pass written from the papers' formulas, and its files against what they promise."""
+"""model.py against a slow forward pass written from the papers' formulas, and against logits of transformers.
+
+fixtures/ holds folders that benchmarks/against_transformers.py wrote: small random models as transformers saves them,
+with tokens (T,) and logits (T, V) in reference.safetensors. Every parameter is random, biases and norms included.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model import Decoder, ModelConfig, load_model, save_model
+import model
+from model import Decoder, ModelConfig, load_model, rope_frequencies, save_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -118,14 +127,164 @@ def test_logits_are_those_of_the_formulas(kind):
     torch.testing.assert_close(decoder(tokens[None])[0], slow_logits(decoder, tokens.tolist()), atol=2e-5, rtol=0)
 
 
+FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURE_KINDS = (
+    "llama",
+    "llama-tied",
+    "llama-rope-llama3",
+    "llama-rope-linear",
+    "llama-attention-bias",
+    "llama-mlp-bias",
+    "llama-sharded",
+    "llama-bfloat16",
+    "qwen2",
+    "qwen2-tied",
+    "qwen3",
+    "qwen3-attention-bias",
+)
+
+
+def reference(kind: str) -> tuple[Tensor, Tensor]:
+    """Tokens (T,) and what transformers computes for them, (T, V)."""
+    tensors = load_file(FIXTURES / kind / "reference.safetensors")
+    return tensors["tokens"], tensors["logits"]
+
+
+@pytest.mark.parametrize("kind", FIXTURE_KINDS)
 @torch.no_grad()
-def test_padding_on_the_right_changes_nothing_on_its_left():
-    """Under causal attention a right-padded row has the logits it has alone."""
-    decoder = tiny_model()
-    tokens = torch.randint(31, (3, 12), generator=torch.Generator().manual_seed(3))
-    together = decoder(tokens)
-    for row, length in enumerate((5, 12, 1)):
-        torch.testing.assert_close(together[row, :length], decoder(tokens[row : row + 1, :length])[0])
+def test_logits_are_those_of_transformers(kind):
+    """A folder that transformers wrote gives its logits, to 1e-4 in fp32, whatever dtype the weights are stored in."""
+    tokens, logits = reference(kind)
+    torch.testing.assert_close(load_model(FIXTURES / kind)(tokens[None])[0], logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", FIXTURE_KINDS)
+@torch.no_grad()
+def test_padding_on_the_right_changes_nothing_on_its_left(kind):
+    """Under causal attention each row of a right-padded batch has the logits it has alone, whatever the padding."""
+    tokens, logits = reference(kind)
+    decoder, lengths = load_model(FIXTURES / kind), (7, len(tokens), 1)
+    batch = torch.randint(16, (3, len(tokens)), generator=torch.Generator().manual_seed(3))
+    for row, length in enumerate(lengths):
+        batch[row, :length] = tokens[:length]
+    together = decoder(batch)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(together[row, :length], decoder(tokens[None, :length])[0])
+        torch.testing.assert_close(together[row, :length], logits[:length], atol=1e-4, rtol=0)
+
+
+class Attend:
+    """Stands in for a cache: dense causal attention with one thing wrong."""
+
+    def __init__(self, before=lambda q, k: (q, k), scale=None, served=Tensor.repeat_interleave):
+        self.before, self.scale, self.served = before, scale, served
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        q, k = self.before(q, k)
+        k, v = (self.served(x, q.shape[1] // x.shape[1], 1) for x in (k, v))  # (B, H, T, D)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+
+
+def rope_of(**changes):
+    """A fault: frequencies computed from another `rope`."""
+
+    def fault(decoder, patch):
+        decoder.config = dataclasses.replace(decoder.config, rope=decoder.config.rope | changes)
+
+    return fault
+
+
+def no_blend(decoder, patch):
+    """Llama 3.1's rule as a hard switch."""
+    plain = rope_frequencies(dataclasses.replace(decoder.config, rope=decoder.config.rope | {"rope_type": "default"}))
+    turns = decoder.config.rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    patch.setattr(model, "rope_frequencies", lambda c: torch.where(turns < 1, plain / c.rope["factor"], plain))
+
+
+def pairs_of_neighbours(decoder, patch):
+    """RoPE turns (x[2i], x[2i + 1]), as in the paper, while the weights are laid out for halves."""
+
+    def rotate(x, cos, sin):
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+    patch.setattr(model, "rotate", rotate)
+
+
+def without(name: str, value: float = 0.0):
+    """A fault: every parameter whose name ends so has the value it would have if it were left out."""
+
+    def fault(decoder, patch):
+        for full_name, parameter in decoder.named_parameters():
+            if full_name.endswith(name):
+                parameter.fill_(value)
+
+    return fault
+
+
+def norm_after_rope(decoder, patch):
+    """Qwen3's q/k norm applied to rotated queries and keys."""
+    layers = [layer.self_attn for layer in decoder.layers]
+    norms = [(a.q_norm, a.k_norm) for a in layers]
+    for a in layers:
+        a.q_norm = a.k_norm = torch.nn.Identity()
+    return [Attend(before=lambda q, k, n=n: (n[0](q), n[1](k))) for n in norms]
+
+
+def tied_head(decoder, patch):
+    """The embedding serves as head though config.json says otherwise."""
+    decoder.lm_head.weight.copy_(decoder.embed_tokens.weight)
+
+
+def no_epsilon(decoder, patch):
+    """RMSNorm without its epsilon."""
+    for module in decoder.modules():
+        if isinstance(module, model.RMSNorm):
+            module.eps = 0.0
+
+
+FAULTS = [
+    ("llama", tied_head),
+    ("llama", no_epsilon),
+    ("llama", pairs_of_neighbours),
+    ("llama", without("norm.weight", 1.0)),
+    ("llama", lambda *_: [Attend(served=lambda x, n, dim: x.repeat(1, n, 1, 1))] * 2),  # head h by KV head h % K
+    ("llama-rope-llama3", no_blend),
+    ("llama-rope-llama3", rope_of(rope_type="default")),
+    ("llama-rope-llama3", rope_of(rope_type="linear")),
+    ("llama-rope-llama3", rope_of(original_max_position_embeddings=16384)),
+    ("llama-rope-linear", rope_of(rope_type="default")),
+    ("llama-attention-bias", without("v_proj.bias")),
+    ("llama-attention-bias", without("o_proj.bias")),
+    ("llama-mlp-bias", without("gate_proj.bias")),
+    ("llama-mlp-bias", without("down_proj.bias")),
+    ("qwen2", without("q_proj.bias")),
+    ("qwen2-tied", without("k_proj.bias")),
+    ("qwen2", rope_of(rope_theta=10000.0)),
+    ("qwen3", norm_after_rope),
+    ("qwen3", without("q_norm.weight", 1.0)),
+    ("qwen3", lambda *_: [Attend(scale=(16 / 4) ** -0.5)] * 2),  # hidden / heads in place of D = 6
+    ("qwen3-attention-bias", without("o_proj.bias")),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+@torch.no_grad()
+def test_the_references_tell_a_wrong_model_apart(kind, fault, monkeypatch):
+    """Each usual mistake moves the logits by far more than the tolerance of 1e-4."""
+    tokens, logits = reference(kind)
+    decoder = load_model(FIXTURES / kind)
+    cache = fault(decoder, monkeypatch)
+    assert (decoder(tokens[None], cache=cache)[0] - logits).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_the_stand_in_without_a_fault_is_right():
+    """The faults above that go through `Attend` fail for what they change, not for the stand-in."""
+    tokens, logits = reference("qwen3")
+    torch.testing.assert_close(
+        load_model(FIXTURES / "qwen3")(tokens[None], cache=[Attend()] * 2)[0], logits, atol=1e-4, rtol=0
+    )
 
 
 @torch.no_grad()
@@ -147,6 +306,8 @@ def test_logits_are_at_least_fp32(dtype, logits):
 
 
 # ------------------------------------------------------------------------------------------------------- folders
+
+NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,12 +331,134 @@ def test_names_in_the_file_are_those_of_hugging_face(tmp_path):
     assert all(name.startswith(("model.", "lm_head.")) for name in names)
 
 
-@torch.no_grad()
-def test_both_dialects_of_config_json_mean_the_same():
+@pytest.mark.parametrize("kind", FIXTURE_KINDS)
+def test_a_folder_of_transformers_comes_back_whole(kind, tmp_path):
+    """Load and save: every tensor and every key of config.json; only the dtype is now that of the file."""
+    save_model(load_model(FIXTURES / kind), tmp_path)
+    stored = {}
+    for file in (FIXTURES / kind).glob("model*.safetensors"):
+        stored |= load_file(file)
+    again = load_file(tmp_path / "model.safetensors")
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(again[name], tensor.float()) for name, tensor in stored.items())
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (FIXTURES / kind, tmp_path))
+    assert after == before | {"dtype": "float32"}
+
+
+@pytest.mark.parametrize("kind", FIXTURE_KINDS)
+def test_both_dialects_of_config_json_mean_the_same(kind):
     """`rope_parameters` of newer files says what `rope_theta` and `rope_scaling` say in older ones."""
-    old = tiny_model(rope_theta=500.0, rope_scaling=LLAMA3)
-    new = tiny_model(rope_parameters=LLAMA3 | {"rope_theta": 500.0})
-    assert torch.equal(old(torch.arange(9)[None]), new(torch.arange(9)[None]))
+    new = json.loads((FIXTURES / kind / "config.json").read_text())
+    old = dict(new)
+    old["torch_dtype"] = old.pop("dtype")
+    scaling = dict(old.pop("rope_parameters"))
+    old["rope_theta"], kind_of_rope = scaling.pop("rope_theta"), scaling.pop("rope_type")
+    for name in ("type", "rope_type"):  # the oldest files say `type`
+        old["rope_scaling"] = scaling | {name: kind_of_rope} if scaling else None
+        configs = [dataclasses.replace(ModelConfig.from_dict(raw), raw={}) for raw in (old, new)]
+        assert configs[0] == configs[1]
+
+
+# config.json of published models, as far as it says something about the architecture.
+LLAMA_32_1B = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN_25_05B = {
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,  # below the number of layers: only use_sliding_window keeps the window off
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN_25_15B = QWEN_25_05B | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+}
+QWEN_25_7B = QWEN_25_05B | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+}
+QWEN_3_06B = QWEN_25_05B | {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "head_dim", "tied", "qkv_bias", "qk_norm", "rope_type", "parameters"),
+    [
+        (LLAMA_32_1B, 64, True, False, False, "llama3", 1_235_814_400),
+        (QWEN_25_05B, 64, True, True, False, "default", 494_032_768),
+        (QWEN_25_15B, 128, True, True, False, "default", 1_543_714_304),
+        (QWEN_25_7B, 128, False, True, False, "default", 7_615_616_512),
+        (QWEN_3_06B, 128, True, False, True, "default", 596_049_920),
+    ],
+    ids=("Llama-3.2-1B", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen3-0.6B"),
+)
+def test_published_models_have_their_published_size(raw, head_dim, tied, qkv_bias, qk_norm, rope_type, parameters):
+    """Their config.json is accepted, read rightly, and gives exactly the published number of parameters."""
+    config = ModelConfig.from_dict(raw)
+    assert (config.head_dim, config.tied, config.qk_norm) == (head_dim, tied, qk_norm)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (qkv_bias, False, False)
+    assert (config.rope["rope_type"], config.rope["rope_theta"]) == (rope_type, raw["rope_theta"])
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == parameters
 
 
 def test_a_sharded_model_loads_like_a_single_file(tmp_path):
@@ -195,6 +478,56 @@ def test_a_sharded_model_loads_like_a_single_file(tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"metadata": {}}, "has no weight_map"),
+        ({"weight_map": ["model.safetensors"]}, "has no weight_map"),
+        (
+            {"weight_map": {NORM: "../other/model.safetensors"}},
+            "names '../other/model.safetensors', which is not a file of",
+        ),
+        ({"weight_map": {NORM: "/etc/passwd"}}, "names '/etc/passwd', which is not a file of"),
+        ({"weight_map": {NORM: ["a.safetensors"]}}, "which is not a file of"),
+    ],
+)
+def test_a_broken_index_is_named(index, message, tmp_path):
+    """An index that names no files, or files elsewhere, is an error in one sentence."""
+    save_model(tiny_model(), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}], ids=("untied", "tied"))
+def test_a_tensor_in_two_shards_is_named(settings, tmp_path):
+    """Which of the two would count is nobody's guess; a tied head stored twice is refused as well."""
+    name = "lm_head.weight"
+    save_model(tiny_model(**settings), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
+    tensors = load_file(tmp_path / "one.safetensors")
+    tensors.setdefault(name, tensors["model.embed_tokens.weight"].clone())
+    save_file(tensors, tmp_path / "one.safetensors")
+    save_file({name: tensors[name]}, tmp_path / "two.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"two\.safetensors: second tensor 'lm_head\.weight'"):
+        load_model(tmp_path)
+
+
+def test_saving_over_a_sharded_folder_leaves_no_stale_index(tmp_path):
+    """The new file counts, for us and for tools that look for an index first."""
+    shutil.copytree(FIXTURES / "llama-sharded", tmp_path, dirs_exist_ok=True)
+    decoder = load_model(tmp_path)
+    with torch.no_grad():
+        decoder.norm.weight.fill_(2.0)
+    save_model(decoder, tmp_path)
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+    shutil.copy(FIXTURES / "llama-sharded" / "model.safetensors.index.json", tmp_path)
+    assert torch.equal(load_model(tmp_path).norm.weight, decoder.norm.weight)
+
+
 def edited_folder(tmp_path, edit, **settings):
     """A saved tiny model whose tensors went through `edit`."""
     save_model(tiny_model(layers=1, **settings), tmp_path)
@@ -204,16 +537,21 @@ def edited_folder(tmp_path, edit, **settings):
     return tmp_path
 
 
-NORM = "model.norm.weight"
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda t: t.pop(NORM), "1 tensors are missing, the first is 'norm.weight'"),
         (lambda t: t.update(extra=torch.ones(1)), "unexpected tensor 'extra'"),
         (lambda t: t.update({NORM: torch.ones(3)}), r"model.norm.weight has shape \(3,\)"),
+        (
+            lambda t: t.update({NORM: torch.tensor(1.0)}),
+            r"model.norm.weight has shape \(\), config.json asks for \(32,\)",
+        ),
         (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)}), "model.norm.weight has dtype torch.int8"),
+        (
+            lambda t: t.update({NORM: torch.ones(32).to(torch.float8_e4m3fn)}),
+            "has dtype torch.float8_e4m3fn; quantized",
+        ),
         (
             lambda t: t.update({NORM: torch.full((32,), torch.nan)}),
             "model.norm.weight holds values that are not",
@@ -226,14 +564,18 @@ def test_weights_are_loaded_strictly(edit, message, tmp_path):
         load_model(edited_folder(tmp_path, edit))
 
 
-def test_redundant_tensors_of_older_files_are_accepted_by_name(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_redundant_tensors_of_older_files_are_accepted_by_name(dtype, tmp_path):
     """A stored head equal to the tied embedding, and `inv_freq` buffers, are no errors; a differing head is."""
 
     def add(tensors):
+        tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
-    load_model(edited_folder(tmp_path, add, tie_word_embeddings=True))
+    folder = edited_folder(tmp_path, add, tie_word_embeddings=True)
+    for loaded in (torch.float32, torch.bfloat16):
+        assert load_model(folder, loaded).norm.weight.dtype == loaded
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding"):
         load_model(
             edited_folder(
@@ -256,8 +598,8 @@ def test_a_truncated_file_is_named(tmp_path):
     [
         {"model_type": "gpt2"},
         {"hidden_act": "gelu"},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         {"use_sliding_window": True},
+        {"sliding_window": 4096},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"attention_dropout": 0.1},
         {"partial_rotary_factor": 0.5},
@@ -268,11 +610,66 @@ def test_a_truncated_file_is_named(tmp_path):
         {"rms_norm_eps": -1},
         {"rope_theta": "10000"},
         {"head_dim": 7},
+        {"head_dim": "8"},
     ],
     ids=lambda setting: next(iter(setting)),
 )
 def test_a_setting_that_is_not_implemented_is_refused_by_name(setting):
     """Never a silent approximation of another architecture."""
-    name = next(iter(setting))
-    with pytest.raises(ValueError, match="rope_type" if name == "rope_scaling" else name):
+    with pytest.raises(ValueError, match=next(iter(setting))):
         ModelConfig.from_dict(tiny_model().config.raw | setting)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn' is not implemented"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic' is not implemented"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not implemented"),
+        ({"rope_scaling": "linear"}, "rope_parameters and rope_scaling must be objects"),
+        ({"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4.0}}, "equal if both are there"),
+        ({"rope_scaling": {"type": "linear"}}, "factor = None must be a positive number"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor must be below high_freq_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters of 'full_attention' alone"),
+    ],
+)
+def test_another_rope_is_refused_by_name(setting, message):
+    """Only the plain, the linear and Llama 3.1's rule are implemented, the same for all layers and dimensions."""
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(tiny_model().config.raw | setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "in_use"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 4096}, False),
+        ({"use_sliding_window": True, "sliding_window": None}, False),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}, False),
+        ({"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["full_attention"] * 2}, False),
+        ({"sliding_window": 4096}, False),  # Qwen's default is off
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, True),
+        ({"use_sliding_window": True, "sliding_window": 4096}, True),
+    ],
+)
+def test_a_sliding_window_is_refused_when_it_is_in_use(setting, in_use):
+    """Qwen's files name a window even where none is used: the switch counts, and the first layer that it holds for."""
+    raw = tiny_model().config.raw | {"model_type": "qwen2"} | setting  # 2 layers
+    if in_use:
+        with pytest.raises(ValueError, match="sliding_window"):
+            ModelConfig.from_dict(raw)
+    else:
+        ModelConfig.from_dict(raw)
+
+
+def test_a_wrong_head_dim_does_not_load(tmp_path):
+    """A Qwen3 folder whose config.json lost its head_dim is refused by shape, never read as hidden / heads."""
+    shutil.copytree(FIXTURES / "qwen3", tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw.pop("head_dim")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"self_attn\.\w+\.weight has shape"):
+        load_model(tmp_path)
