@@ -562,7 +562,7 @@ RUNS = [
         {"run/checkpoints/step-000001/training.json": {"step": 2}}, "step-000001 belongs to another run", {}, "resume"
     ),
     in_files(
-        {"run/samples.jsonl": "x\n"},
+        {"run/evals.jsonl": '{"step": 9}\n', "run/samples.jsonl": "x\n"},
         "run/samples.jsonl, line 1 is damaged: the run cannot",
         {"run/samples.jsonl": '{"step": 1}\nx'},
         "resume",
