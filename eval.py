@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import operator
@@ -55,11 +56,14 @@ def reference_answer(row: dict) -> str | None:
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         if value is None or value == []:
             continue
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if type(value) not in (str, int, float) or value in (math.inf, -math.inf) or value != value:
             raise ValueError(f"`{key}` is {value!r}, an answer is text or a number")
         if text := str(value).split("####")[-1].strip():
             return text
-    return extract_answer(str(row.get("solution", ""))) or None
+    solution = row.get("solution") or ""
+    if not isinstance(solution, str):
+        raise ValueError(f"`solution` is {solution!r}, it must be text")
+    return extract_answer(solution) or None
 
 
 def prompt_of(row: dict) -> str | list[dict[str, str]]:
@@ -93,12 +97,14 @@ def load_problems(path) -> list[Problem]:
             continue
         try:
             row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from None
+        try:
             if not isinstance(row, dict):
                 raise ValueError(f"a problem is a JSON object, not {type(row).__name__}")
-            json.dumps(row, ensure_ascii=False).encode("utf-8")  # lone surrogates end here
+            if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+                raise ValueError("half a character (a lone surrogate such as \\ud800): remove it")
             prompt, answer = prompt_of(row), reference_answer(row)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         if answer is None:
@@ -108,7 +114,7 @@ def load_problems(path) -> list[Problem]:
     if unanswered:
         print(f"{path}: {unanswered} of {unanswered + len(problems)} rows have no answer and are left out")
     if not problems:
-        raise ValueError(f"{path} holds no problem with an answer")
+        raise ValueError(f'{path} holds no problem with an answer: a line is {{"prompt": ..., "answer": ...}}')
     return problems
 
 
@@ -199,7 +205,7 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
     folder = Path(folder)
     file = folder / "tokenizer.json"
     if not file.exists():
-        raise ValueError(f"{file} does not exist: only tokenizers in the tokenizer.json format are read")
+        raise ValueError(f"{file} does not exist: --model must be a folder with a tokenizer in that format")
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
@@ -207,14 +213,19 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for name, key in EOS_KEYS:
-        eos = read_json(folder / name).get(key) if (folder / name).exists() else None
-        if key == "eos_token" and eos is not None:  # the token's text, or an object that holds it
-            eos = tokenizer.token_to_id(str(eos.get("content") if isinstance(eos, dict) else eos))
-        if eos is not None:
-            ids = eos if isinstance(eos, list) else [eos]
-            if not ids or not all(type(i) is int and 0 <= i < tokenizer.get_vocab_size() for i in ids):
-                raise ValueError(f"{folder / name}: {key} = {eos!r} is no id, or list of ids, of the tokenizer")
-            return tokenizer, ids
+        stored = eos = read_json(folder / name).get(key) if (folder / name).exists() else None
+        if stored is None:
+            continue
+        if key == "eos_token":  # the token's text, or an object that holds it
+            text = stored.get("content") if isinstance(stored, dict) else stored
+            eos = tokenizer.token_to_id(text) if isinstance(text, str) else None
+        ids = eos if isinstance(eos, list) else [eos]
+        if not ids or not all(type(i) is int and 0 <= i < 2**32 and tokenizer.id_to_token(i) is not None for i in ids):
+            raise ValueError(f"{folder / name}: {key} = {stored!r} is no token, or list of tokens, of tokenizer.json")
+        size = read_json(folder / "config.json").get("vocab_size")
+        if isinstance(size, int) and max(ids) >= size:
+            raise ValueError(f"{folder / name}: {key} = {stored!r} is beyond vocab_size = {size} of config.json")
+        return tokenizer, ids
     names = ", ".join(name for name, _ in EOS_KEYS)
     raise ValueError(f"{folder}: no eos_token_id or eos_token in {names}, so no response could end: add one")
 
@@ -506,8 +517,10 @@ def check_options(config) -> None:
     for f in fields(config):
         value, bounds, choices = getattr(config, f.name), f.metadata["bounds"], f.metadata["choices"]
         allowed = typing.get_args(types[f.name]) or (types[f.name],)
-        if not isinstance(value, allowed + ((int,) if float in allowed else ())):
+        if type(value) not in allowed + ((int,) if float in allowed else ()):  # a bool is no int here
             raise ValueError(f"{flag(f.name)} must be {allowed[0].__name__}, not {value!r}")
+        if isinstance(value, str) and ("\0" in value or (f.default and not value.strip())):
+            raise ValueError(f"{flag(f.name)} must be text without NUL, and not empty, not {value!r}")
         if choices and value not in choices:
             raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
         if value is not None and not all(BOUNDS[word](value, limit) for word, limit in bounds.items()):
@@ -526,17 +539,17 @@ def flag(name: str) -> str:
 def parse_config(config_class, argv: list[str] | None, prog: str, description: str):
     """Make a command line from a dataclass of `option`s and parse it: (config, names that were given).
 
-    `@file` reads arguments from a file, # starts a comment there. Bad values end the program with exit code 2.
+    Bad values end the program with exit code 2.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a run
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"python {prog} [--option value ...] [@file]   (--help explains every option)",
         description=description,
-        fromfile_prefix_chars="@",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
     types = typing.get_type_hints(config_class)
     for f in fields(config_class):
         kind = next(t for t in (*typing.get_args(types[f.name]), types[f.name]) if t is not type(None))
@@ -546,10 +559,24 @@ def parse_config(config_class, argv: list[str] | None, prog: str, description: s
             how["choices"] = f.metadata["choices"]
         parser.add_argument(flag(f.name), help=text.replace("%", "%%"), **how)
     try:
-        given = vars(parser.parse_args(argv))
+        given = vars(parser.parse_args(with_files(sys.argv[1:] if argv is None else argv)))
         return config_class(**given), given
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, OverflowError) as error:
         parser.error(str(error))
+
+
+def with_files(arguments: list[str]) -> list[str]:
+    """The arguments with each `@file` replaced by those in the file: quotes as in a shell, # starts a comment."""
+    expanded = []
+    for argument in arguments:
+        if not argument.startswith("@"):
+            expanded.append(argument)
+            continue
+        try:
+            expanded += shlex.split(Path(argument[1:]).read_text(encoding="utf-8-sig"), comments=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the arguments in {argument[1:]!r} ({error})") from None
+    return expanded
 
 
 def pick_device(name: str, threads: int) -> torch.device:
@@ -559,11 +586,10 @@ def pick_device(name: str, threads: int) -> torch.device:
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"--device {name} is not usable here ({str(error).splitlines()[0]}): try --device cpu"
-        ) from None
+        torch.zeros(1, device=name).item()
+    except Exception as error:  # each backend fails in its own way
+        reason = str(error).split(". ")[0].split("\n")[0]
+        raise ValueError(f"--device {name} is not usable here ({reason}): try --device cpu") from None
     return torch.device(name)
 
 
@@ -705,7 +731,10 @@ def new_folder(folder: Path) -> None:
     """Make a folder; ValueError if it holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already: name another folder with --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {folder} ({error.strerror}): name another one with --out") from None
 
 
 def benchmarks(config: EvalConfig, given: dict) -> dict[str, EvalConfig]:
@@ -767,7 +796,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
         new_folder(folder)
     results = {}
-    with one_sentence("eval.py", (OSError, MemoryError)):
+    with one_sentence("eval.py", (OSError, MemoryError, FloatingPointError)):
         for name, c in sets.items():
             settings = {key: getattr(c, key) for key in SETTINGS}
             found = dense_and_sparse(model, tokenizer, eos_ids, problems[name], progress=True, **settings)

@@ -77,11 +77,14 @@ class ModelConfig:
         heads = need("num_attention_heads")
         bias = bool(raw.get("attention_bias", False))
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            refuse(type(need(key)) is not int or raw[key] < 1, key)
-        for key in ("num_key_value_heads", "head_dim"):
-            refuse(raw.get(key) is not None and (type(raw[key]) is not int or raw[key] < 1), key)
+            size(key, need(key), most=1_000 if key == "num_hidden_layers" else 1_000_000)
+        for key in ("num_key_value_heads", "head_dim", "max_window_layers"):
+            size(key, raw.get(key) or 1, most=1_000_000)  # absent, null and 0 stand for "as usual"
         positive("rms_norm_eps", need("rms_norm_eps"))
-        refuse(any(t != "full_attention" for t in raw.get("layer_types") or ()), "layer_types")
+        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+            refuse(raw.get(key) not in (None, False, True), key)  # the text "false" is true for Python
+        types = raw.get("layer_types") or []
+        refuse(not isinstance(types, list) or any(t != "full_attention" for t in types), "layer_types")
         if not raw.get("layer_types") and (raw.get("max_window_layers") or 0) < raw["num_hidden_layers"]:
             # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
             on = raw.get("use_sliding_window", kind == "llama" and "sliding_window" in raw)
@@ -104,8 +107,10 @@ class ModelConfig:
             qk_norm=kind == "qwen3",
             raw=raw,
         )
-        if config.head_dim % 2:
-            raise ValueError(f"config.json: head_dim = {config.head_dim} is odd, but RoPE turns pairs of dimensions")
+        if config.head_dim % 2 or not config.head_dim:
+            raise ValueError(
+                f"config.json: head_dim = {config.head_dim} must be even and above 0: RoPE turns pairs of dimensions"
+            )
         if config.heads % config.kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads = {config.heads} is not a multiple of "
@@ -124,9 +129,15 @@ ROPE_NUMBERS = {  # what each rope_type needs beside rope_theta
 
 
 def positive(key: str, value) -> None:
-    """Raises ValueError naming the key of config.json unless its value is a number above 0."""
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    """Raises ValueError naming the key of config.json unless its value is a number above 0 that fits fp32."""
+    if type(value) not in (int, float) or not 0 < value < 1e38:
         raise ValueError(f"config.json: {key} = {value!r} must be a positive number")
+
+
+def size(key: str, value, most: int) -> None:
+    """Raises ValueError naming the key of config.json unless its value is a whole number from 1 to `most`."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"config.json: {key} = {value!r} must be a whole number from 1 to {most:,}")
 
 
 def read_rope(raw: dict) -> dict:
@@ -136,7 +147,7 @@ def read_rope(raw: dict) -> dict:
         raise ValueError("config.json: rope_parameters and rope_scaling must be objects, and equal if both are there")
     rope = {"rope_theta": raw.get("rope_theta") or 10000.0} | given[0]
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] not in ROPE_NUMBERS:
+    if rope["rope_type"] not in list(ROPE_NUMBERS):  # a list: what JSON holds need not be hashable
         raise ValueError(f"config.json: rope_type = {rope['rope_type']!r} is not implemented in model.py")
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("config.json: partial_rotary_factor other than 1 is not implemented in model.py")
@@ -296,7 +307,9 @@ def read_json(path: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -362,7 +375,7 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
                     state[short] = tensor.to(device, dtype, copy=True)  # a copy: the file may change later
                     if not state[short].isfinite().all():
                         raise ValueError(f"{file}: {name} holds values that are not finite in {dtype}")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
     missing = sorted(expected.keys() - state.keys())
     if missing:

@@ -106,7 +106,7 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
         total = cdf[:, -1:]
         # Below the total even after rounding: the token found then has a probability above 0.
         threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-        tokens = torch.searchsorted(cdf, threshold, right=True)[:, 0]
+        tokens = torch.searchsorted(cdf, threshold, right=True)[:, 0].clamp(max=p.shape[-1] - 1)  # V where p is NaN
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 
@@ -138,7 +138,8 @@ def rollout(
 
     A row ends at any of eos_ids; the EOS belongs to the response. generator: a CPU generator for the uniform
     numbers. record: also return when each key was evicted. progress: show a bar.
-    Raises ValueError for an empty prompt, or settings that a cache cannot have.
+    Raises ValueError for an empty prompt, or settings that a cache cannot have; FloatingPointError if a sampled
+    token's log-prob is not finite.
     """
     prompts = [list(prompt) for prompt in prompts]
     if not prompts or not all(prompts):
@@ -203,6 +204,11 @@ def rollout(
         positions = (prompt_lengths[rows] + t)[:, None].to(device)  # the number of tokens seen
         logits = model.head(model.hidden(token[:, None], positions, cache)[:, 0])  # (B, V)
 
+    if not logp_sparse.isfinite().all():
+        raise FloatingPointError(
+            "the model's log-probs are not finite: its weights are too large for --dtype, or training drove them apart "
+            "(take an older checkpoint, and lower --lr or --weight-decay)"
+        )
     R = int(response_lengths.max())
     sequences = [
         prompt + ids[:n]

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -122,9 +122,9 @@ class Config:
     # The objective
     correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=CORRECTIONS)
     epsilon: float = option(1e-4, "a response with some ratio xi below this is rejected", above=0, below=1)
-    xi_cap: float | None = option(None, "truncate the weights xi at this value", above=0)
+    xi_cap: float | None = option(None, "truncate the weights xi at this value", above=0, at_most=1e30)
     clip_low: float = option(0.2, "the staleness ratio is clipped below at 1 - this", at_least=0, below=1)
-    clip_high: float = option(0.2, "and above at 1 + this", at_least=0, below=math.inf)
+    clip_high: float = option(0.2, "and above at 1 + this", at_least=0, at_most=1e30)
     kl_coef: float = option(
         0.0, "beta, weight of the KL to the starting weights; 0 keeps no reference model", at_least=0, below=math.inf
     )
@@ -447,9 +447,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: P
     try:
         for name, value in load_file(file).items():
             parameter, _, key = name.rpartition(".")
-            if value.ndim and value.shape != parameters[parameter].shape:
+            if value.shape != (() if key == "step" else parameters[parameter].shape):
                 raise ValueError(f"{name} has shape {tuple(value.shape)}")
+            if not value.is_floating_point() or not value.isfinite().all() or (key != "exp_avg" and value.min() < 0):
+                raise ValueError(f"{name} holds values that AdamW never has")
             state[parameter][key] = value
+        if any(entry and entry.keys() != {"step", "exp_avg", "exp_avg_sq"} for entry in state.values()):
+            raise ValueError("a parameter has other entries than step, exp_avg and exp_avg_sq")
     except (SafetensorError, KeyError, OSError, ValueError) as error:
         raise ValueError(f"{file} is not this run's optimizer state ({error})") from None
     entries = {i: entry for i, entry in enumerate(state.values()) if entry}
@@ -465,10 +469,14 @@ def checkpoints(run: Path) -> list[tuple[int, Path]]:
 def resumed(config: Config, given: dict) -> Config:
     """The stored settings of the run to resume, with those of `given` that may change; ValueError shows the others."""
     file = Path(config.resume) / "config.json"
+    settings = read_json(file)
+    if odd := sorted(settings.keys() ^ {f.name for f in fields(Config)}):
+        what = "has no" if odd[0] not in settings else "has an unknown"
+        raise ValueError(f"{file} {what} {odd[0]!r}: name a run folder of train.py with --resume")
     try:
-        stored = Config(**read_json(file))
-    except TypeError as error:
-        raise ValueError(f"{file} does not hold the settings of a run ({error})") from None
+        stored = Config(**settings)
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
     changed = [
         f"{flag(name)} {getattr(stored, name)} -> {value}"
         for name, value in given.items()
@@ -482,9 +490,9 @@ def resumed(config: Config, given: dict) -> Config:
 
 
 def read_lines(path: Path, last_step: int) -> list[dict]:
-    """The records of a JSONL file up to a step. Later ones leave the file: a resumed run writes them anew.
+    """The records of a JSONL file up to a step. Later ones are left out: a resumed run writes them anew.
 
-    A last line that a killed run did not finish is dropped; ValueError names any other line that is damaged.
+    So is a last line that a killed run did not finish; ValueError names any other line that is damaged.
     """
     if not path.exists():
         return []
@@ -495,13 +503,17 @@ def read_lines(path: Path, last_step: int) -> list[dict]:
             record = json.loads(line)
             if record["step"] <= last_step:
                 records.append(record)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{path}, line {number} is damaged: the run cannot be resumed with it") from None
+    return records
+
+
+def write_lines(path: Path, records: list[dict]) -> None:
+    """Give a JSONL file this content, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text("")
     append(partial, records)
     partial.replace(path)
-    return records
 
 
 # ---------------------------------------------------------------------------------------------------- the job
@@ -687,9 +699,12 @@ def open_run(job: Job) -> tuple[list[dict], list[dict]]:
     """Make the run folder, or cut a resumed one's records back to its checkpoint: (metrics, evaluations) so far."""
     if not job.config.resume:
         new_folder(job.folder)
-    metrics, evaluations, _ = (read_lines(job.folder / name, job.start) for name in RECORDS)
+    metrics, evaluations, samples = (read_lines(job.folder / name, job.start) for name in RECORDS)
     if sum(e["step"] == job.start for e in evaluations) == 1 and job.config.compressor != "full":
-        evaluations = read_lines(job.folder / "evals.jsonl", job.start - 1)  # of the two lines one was never written
+        evaluations = [e for e in evaluations if e["step"] < job.start]  # of the two lines one was never written
+    for name, records in zip(RECORDS, (metrics, evaluations, samples), strict=True):
+        if (job.folder / name).exists():
+            write_lines(job.folder / name, records)
     write_json(job.folder / "config.json", asdict(replace(job.config, resume="", dry_run=False)))
     return metrics, evaluations
 

@@ -63,6 +63,14 @@ class Settings:
             raise ValueError(f"--budgets must be numbers with commas between, not {self.budgets!r}")
 
 
+def new_file(path: Path) -> None:
+    """Make an empty file, before the long part; ValueError if there is one already, or none can be made."""
+    try:
+        path.touch(exist_ok=False)
+    except OSError as error:
+        raise ValueError(f"cannot make the file {path} ({error.strerror}): name another one with --out") from None
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config, _ = parse_config(Settings, argv, "experiments/compressors.py", "Every cache policy at several budgets.")
@@ -75,27 +83,30 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer, eos_ids = load_tokenizer(config.model)
         model = load_model(config.model, device=device)
         problems, prompts = usable(load_problems(config.data)[: config.limit], tokenizer, model.config.vocab_size)
+        if config.out:
+            new_file(Path(config.out))
     results = []
-    for name, budget in runs:
-        r = sample_responses(
-            model,
-            prompts,
-            group_size=1,
-            rows=len(problems),
-            max_new_tokens=config.max_new_tokens,
-            eos_ids=eos_ids,
-            compressor=name,
-            budget=budget,
-            buffer=config.buffer,
-            window=config.window,
-            generator=torch.Generator().manual_seed(config.seed),
-            progress=True,
-        )
-        logp_old, _ = score(model, r, Config())
-        right = [is_correct(tokenizer.decode(r.response(i)), p.answer) for i, p in enumerate(problems)]
-        measured = mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon)
-        results.append({"compressor": name, "budget": budget, "kv_saved": r.kv_saved, **measured})
-        results[-1]["accuracy"] = sum(right) / len(right)
+    with one_sentence("experiments/compressors.py", (OSError, MemoryError, FloatingPointError)):
+        for name, budget in runs:
+            r = sample_responses(
+                model,
+                prompts,
+                group_size=1,
+                rows=len(problems),
+                max_new_tokens=config.max_new_tokens,
+                eos_ids=eos_ids,
+                compressor=name,
+                budget=budget,
+                buffer=config.buffer,
+                window=config.window,
+                generator=torch.Generator().manual_seed(config.seed),
+                progress=True,
+            )
+            logp_old, _ = score(model, r, Config())
+            right = [is_correct(tokenizer.decode(r.response(i)), p.answer) for i, p in enumerate(problems)]
+            measured = mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon)
+            results.append({"compressor": name, "budget": budget, "kv_saved": r.kv_saved, **measured})
+            results[-1]["accuracy"] = sum(right) / len(right)
     columns = ["kv_saved", "xi_mean", "xi_p01", "xi_p05", "sampler_kl", "rejected", "accuracy"]
     rows = [[r["compressor"], r["budget"] or "", *(f"{r[c]:.4f}" for c in columns)] for r in results]
     print(table(["policy", "budget", *columns], rows))

@@ -43,43 +43,6 @@ def test_a_row_without_an_answer_is_counted_not_rewarded(tmp_path, capsys):
     assert "2 of 3 rows have no answer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"prompt": "a", "answer": "1"}\n{broken', "line 2: not valid JSON"),
-        (b"[1]\n", "line 1: a problem is a JSON object"),
-        (b'{"answer": "1"}\n', "line 1: no `prompt`"),
-        (b"", "holds no problem"),
-        (b"\xff\xfe", "not UTF-8"),
-    ],
-)
-def test_a_bad_file_is_refused_with_its_line(content, message, tmp_path):
-    """One sentence names file, line and what is wrong."""
-    (tmp_path / "p.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_problems(tmp_path / "p.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": 5, "answer": "1"}, "line 1: no `prompt`"),
-        ({"prompt": ["a"], "answer": "1"}, "line 1: no `prompt`"),
-        ({"prompt": [{"role": "user"}], "answer": "1"}, "line 1: no `prompt`"),
-        ({"prompt": [{"content": "a"}], "answer": "1"}, "line 1: no `prompt`"),
-        ({"prompt": "a", "answer": False}, "line 1: `answer` is False"),
-        ({"prompt": "a", "answer": {"a": 1}}, "line 1: `answer` is"),
-        ({"prompt": "a", "answer": ["1", "2"]}, "line 1: `answer` is"),
-        ({"prompt": "\ud800", "answer": "1"}, "line 1: .*surrogates"),
-    ],
-)
-def test_a_row_of_odd_types_is_refused_with_its_line(row, message, tmp_path):
-    """Not rendered as whatever text Python makes of it."""
-    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=message):
-        load_problems(tmp_path / "p.jsonl")
-
-
 @pytest.mark.parametrize("answer", ["", "####", "#### ", "   "])
 def test_an_empty_reference_is_no_reference(answer, tmp_path):
     """Else an empty box would be rewarded."""
