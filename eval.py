@@ -689,7 +689,10 @@ class EvalConfig:
         1000, "longest response; what is longer is graded as it stands", at_least=1, at_most=LONGEST
     )
     rows: int = option(
-        128, "responses sampled at a time; memory grows with it, results do not change", at_least=1, at_most=LONGEST
+        128,
+        "responses sampled at a time (at least a problem's); memory grows with it, results do not change",
+        at_least=1,
+        at_most=LONGEST,
     )
     out: str = option("", "folder for the responses and results; default runs/eval-<time>")
     seed: int = option(0, "of the sampler's random numbers", at_least=0, below=2**63)

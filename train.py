@@ -117,7 +117,7 @@ class Config:
         1.0, "of the sampler and of every log-prob; training has no top-p or top-k", at_least=1e-3, below=math.inf
     )
     rollout_rows: int = option(
-        256, "responses sampled at a time; memory grows with it, results do not change", at_least=1
+        256, "responses sampled at a time (at least a group); memory grows with it, results do not change", at_least=1
     )
     # The objective
     correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=CORRECTIONS)
@@ -135,10 +135,10 @@ class Config:
     # The optimizer
     steps: int = option(15, "training steps, one rollout each", at_least=1)
     updates: int = option(1, "optimizer updates a step; the step's prompts are divided among them", at_least=1)
-    lr: float = option(2e-4, "AdamW learning rate, constant", above=0, below=math.inf)
+    lr: float = option(2e-4, "AdamW learning rate, constant", above=0, at_most=10)
     beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     beta2: float = option(0.98, "AdamW beta2", at_least=0, below=1)
-    weight_decay: float = option(0.1, "AdamW weight decay", at_least=0, below=math.inf)
+    weight_decay: float = option(0.1, "AdamW weight decay", at_least=0, at_most=1000)
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; inf never clips", above=0)
     micro_tokens: int = option(8192, "tokens, padding included, in one forward and backward pass", at_least=1)
     # Reports
@@ -700,6 +700,8 @@ def open_run(job: Job) -> tuple[list[dict], list[dict]]:
     if not job.config.resume:
         new_folder(job.folder)
     metrics, evaluations, samples = (read_lines(job.folder / name, job.start) for name in RECORDS)
+    if any(m.keys() != metrics[0].keys() or "updates_not_finite" not in m for m in metrics):
+        raise ValueError(f"{job.folder}/metrics.jsonl is damaged: its lines have not the same entries")
     if sum(e["step"] == job.start for e in evaluations) == 1 and job.config.compressor != "full":
         evaluations = [e for e in evaluations if e["step"] < job.start]  # of the two lines one was never written
     for name, records in zip(RECORDS, (metrics, evaluations, samples), strict=True):

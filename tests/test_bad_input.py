@@ -127,12 +127,12 @@ OPTIONS = [
     in_flags("train", "--clip-high 1e308", "--clip-high must be at least 0 and at most 1e+30, not", "--clip-high 1e30"),
     in_flags("train", "--xi-cap -0.0", "--xi-cap must be above 0 and at most 1e+30, not -0.0", "--xi-cap 0.1"),
     in_flags("train", "--kl-coef -1", "--kl-coef must be at least 0 and finite, not -1.0", "--kl-coef 0"),
-    in_flags("train", "--lr 1e-400", "--lr must be above 0 and finite, not 0.0", "--lr 1e-300"),
-    in_flags("train", "--lr 1e400", "--lr must be above 0 and finite, not inf", "--lr 1e300"),
+    in_flags("train", "--lr 1e-400", "--lr must be above 0 and at most 10, not 0.0", "--lr 1e-300"),
+    in_flags("train", "--lr 1e400", "--lr must be above 0 and at most 10, not inf", "--lr 10"),
     in_flags("train", "--max-grad-norm 0", "--max-grad-norm must be above 0, not 0.0", "--max-grad-norm inf"),
     in_flags("train", "--beta1 1", "--beta1 must be at least 0 and below 1, not 1.0", "--beta1 0.999"),
     in_flags(
-        "train", "--weight-decay inf", "--weight-decay must be at least 0 and finite, not inf", "--weight-decay 0"
+        "train", "--weight-decay inf", "--weight-decay must be at least 0 and at most 1,000, not inf", "--weight-decay 0"
     ),
     in_flags("train", "--micro-tokens 0", "--micro-tokens must be at least 1, not 0", "--micro-tokens 1"),
     in_flags("train", "--save-every 0", "--save-every must be at least 1, not 0", "--save-every 1"),
@@ -209,8 +209,8 @@ OPTIONS = [
     in_flags("train", "--data model", "cannot read the problems in model: Is a directory", "--data p-train.jsonl"),
     in_flags("train", "--eval-data no", "cannot read the problems in no: No such file", "--eval-data p-heldout.jsonl"),
     in_flags("eval", "--data no.jsonl", "cannot read the problems in no.jsonl: No such", "--data p-train.jsonl"),
-    in_flags("eval", "--benchmark no", "--benchmark no is no folder with JSONL files", ["--benchmark="]),
-    in_flags("eval", "--benchmark model", "--benchmark model is no folder with JSONL files", ["--benchmark="]),
+    in_flags("eval", "--benchmark no", "--benchmark no is no folder with JSONL files", ["--benchmark", "."]),
+    in_flags("eval", "--benchmark model", "--benchmark model is no folder with JSONL files", ["--benchmark", "."]),
     in_flags("train", "--out run", "run exists already: name another folder with --out", "--out run2"),
     in_flags("train", "--out p-train.jsonl", "p-train.jsonl exists already: name another folder", "--out p"),
     in_flags(
