@@ -503,6 +503,7 @@ def dense_and_sparse(model, tokenizer, eos_ids, problems, *, compressor: str, bu
 # ---------------------------------------------------------------------------------- command lines from dataclasses
 
 
+LONGEST = 1_000_000  # of a sequence, a cache, a batch: a larger number is a slip, unless an option allows it
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -516,6 +517,8 @@ def check_options(config) -> None:
     types = typing.get_type_hints(type(config))
     for f in fields(config):
         value, bounds, choices = getattr(config, f.name), f.metadata["bounds"], f.metadata["choices"]
+        if type(value) is int and "below" not in bounds:
+            bounds = bounds | {"at_most": bounds.get("at_most", LONGEST)}
         allowed = typing.get_args(types[f.name]) or (types[f.name],)
         if type(value) not in allowed + ((int,) if float in allowed else ()):  # a bool is no int here
             raise ValueError(f"{flag(f.name)} must be {allowed[0].__name__}, not {value!r}")
@@ -639,7 +642,6 @@ def megabytes(count: float) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-LONGEST = 1_000_000  # of a sequence, a cache, a batch: what is larger is a slip
 MAX_PROMPT = "problems with a longer prompt are left out and counted; 0 takes all"
 TEMPLATE = (
     "how a prompt becomes text: none, chatml, llama3, boxed (a chat with the request for \\boxed{}), or a text of your "
@@ -666,33 +668,21 @@ class EvalConfig:
 
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
-    benchmark: str = option(
-        "", "a folder: evaluate on every JSONL in it, with the paper's settings where none are given"
-    )
+    benchmark: str = option("", "a folder: every JSONL in it, with the paper's settings where none are given")
     template: str = option("auto", TEMPLATE)
     max_prompt_tokens: int = option(0, MAX_PROMPT, at_least=0)
     limit: int = option(0, "only the first so many problems; 0 takes all", at_least=0)
     compressor: str = option("snapkv", f"KV policies of the sparse rows, by commas: {', '.join(COMPRESSORS)}")
-    budget: int = option(512, "keys that survive a cut, per layer and KV head", at_most=LONGEST)
-    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut", at_most=LONGEST)
-    window: int = option(8, "newest tokens that always survive, and whose queries score the others", at_most=LONGEST)
-    samples: int = option(
-        1,
-        "responses to each problem; above 1 it reports mean@k (accuracy) and unbiased pass@k",
-        at_least=1,
-        at_most=LONGEST,
-    )
+    budget: int = option(512, "keys that survive a cut, per layer and KV head")
+    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
+    window: int = option(8, "newest tokens that always survive, and whose queries score the others")
+    samples: int = option(1, "responses to each problem; above 1: mean@k (accuracy) and unbiased pass@k", at_least=1)
     temperature: float = option(0.0, "0 is greedy; the paper evaluates at 0.8", at_least=0, below=math.inf)
     top_p: float = option(1.0, "nucleus; the paper evaluates at 0.95", at_least=1e-6, at_most=1)
     extract: str = option("boxed", "last-number takes the last number of a text without a box", choices=EXTRACTORS)
-    max_new_tokens: int = option(
-        1000, "longest response; what is longer is graded as it stands", at_least=1, at_most=LONGEST
-    )
+    max_new_tokens: int = option(1000, "longest response; what is longer is graded as it stands", at_least=1)
     rows: int = option(
-        128,
-        "responses sampled at a time (at least a problem's); memory grows with it, results do not change",
-        at_least=1,
-        at_most=LONGEST,
+        128, "responses sampled at a time (at least a problem's); costs memory, changes no result", at_least=1
     )
     out: str = option("", "folder for the responses and results; default runs/eval-<time>")
     seed: int = option(0, "of the sampler's random numbers", at_least=0, below=2**63)

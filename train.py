@@ -90,34 +90,26 @@ class Config:
     template: str = option("auto", TEMPLATE)
     max_prompt_tokens: int = option(0, MAX_PROMPT, at_least=0)
     eval_data: str | None = option(
-        None,
-        "held-out problems, '' for no evaluation; by default the -heldout file beside a -train file, if there is one",
+        None, "held-out problems, '' for none; by default the -heldout file beside a -train file, if there is one"
     )
     out: str = option("", "run folder; default runs/<time>")
     resume: str = option("", "continue the run in this folder from its newest checkpoint, with its settings")
-    dry_run: bool = option(
-        False, "print the plan (lengths, memory, whether anything is evicted), load no weights, stop"
-    )
+    dry_run: bool = option(False, "print the plan (lengths, memory, whether anything is evicted) and stop")
     # Sampling with the compressed cache
     compressor: str = option("snapkv", "KV policy of the sampler; full is dense GRPO", choices=COMPRESSORS)
-    budget: int = option(512, "keys that survive a cut, per layer and KV head", at_most=LONGEST)
-    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut", at_most=LONGEST)
-    window: int = option(8, "newest tokens that always survive, and whose queries score the others", at_most=LONGEST)
-    prompts: int = option(8, "prompts a step", at_least=1, at_most=LONGEST)
-    group_size: int = option(
-        8, "G, responses to each prompt; a group of one would have no advantage", at_least=2, at_most=LONGEST
-    )
+    budget: int = option(512, "keys that survive a cut, per layer and KV head")
+    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
+    window: int = option(8, "newest tokens that always survive, and whose queries score the others")
+    prompts: int = option(8, "prompts a step", at_least=1)
+    group_size: int = option(8, "G, responses to each prompt; a group of one would have no advantage", at_least=2)
     max_new_tokens: int = option(
-        1000,
-        "longest response; what is longer is graded as it stands and counts as truncated",
-        at_least=1,
-        at_most=LONGEST,
+        1000, "longest response; what is longer is graded as it stands and counted", at_least=1
     )
     temperature: float = option(
         1.0, "of the sampler and of every log-prob; training has no top-p or top-k", at_least=1e-3, below=math.inf
     )
     rollout_rows: int = option(
-        256, "responses sampled at a time (at least a group); memory grows with it, results do not change", at_least=1
+        256, "responses sampled at a time (at least a group); costs memory, changes no result", at_least=1
     )
     # The objective
     correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=CORRECTIONS)
@@ -126,7 +118,7 @@ class Config:
     clip_low: float = option(0.2, "the staleness ratio is clipped below at 1 - this", at_least=0, below=1)
     clip_high: float = option(0.2, "and above at 1 + this", at_least=0, at_most=1e30)
     kl_coef: float = option(
-        0.0, "beta, weight of the KL to the starting weights; 0 keeps no reference model", at_least=0, below=math.inf
+        0.0, "beta, weight of the KL to the starting weights; 0 loads no reference", at_least=0, below=math.inf
     )
     aggregation: str = option(
         "response", "mean per response (GRPO), token (DAPO), constant (Dr. GRPO)", choices=AGGREGATIONS
@@ -140,7 +132,7 @@ class Config:
     beta2: float = option(0.98, "AdamW beta2", at_least=0, below=1)
     weight_decay: float = option(0.1, "AdamW weight decay", at_least=0, at_most=1000)
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; inf never clips", above=0)
-    micro_tokens: int = option(8192, "tokens, padding included, in one forward and backward pass", at_least=1)
+    micro_tokens: int = option(8192, "padded tokens in one forward and backward pass", at_least=1, at_most=2**31)
     # Reports
     eval_every: int = option(
         0, "evaluate after every so many steps; 0 only before the first and after the last", at_least=0
@@ -150,13 +142,11 @@ class Config:
     keep: int = option(0, "keep so many checkpoints, the newest; 0 keeps all", at_least=0)
     sample_every: int = option(5, "print one sampled response after every so many steps; 0 never", at_least=0)
     # The machine
-    seed: int = option(0, "of everything random", at_least=0)
+    seed: int = option(0, "of everything random", at_least=0, below=2**63)
     threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
     device: str = option("auto", "auto, cpu, cuda, mps")
     dtype: str = option(
-        "float32",
-        "bfloat16 computes in it, over float32 weights and optimizer state",
-        choices=("float32", "bfloat16"),
+        "float32", "bfloat16 computes in it, over float32 weights and optimizer state", choices=("float32", "bfloat16")
     )
     gradient_checkpointing: bool = option(False, "keep one activation a layer, compute the others again: saves memory")
 

@@ -21,7 +21,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval import (
     ASSETS,
-    LONGEST,
     check_options,
     is_correct,
     load_problems,
@@ -48,9 +47,9 @@ class Settings:
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
     limit: int = option(64, "the first so many problems", at_least=1)
     budgets: str = option("128,256,512", "budgets, with commas between")
-    buffer: int = option(32, "keys a row gathers beyond the budget before it is cut", at_most=LONGEST)
-    window: int = option(8, "newest tokens that always survive", at_most=LONGEST)
-    max_new_tokens: int = option(1000, "longest response", at_least=1, at_most=LONGEST)
+    buffer: int = option(32, "keys a row gathers beyond the budget before it is cut")
+    window: int = option(8, "newest tokens that always survive")
+    max_new_tokens: int = option(1000, "longest response", at_least=1)
     epsilon: float = option(1e-4, "a response with some xi below this counts as rejected", above=0, below=1)
     out: str = option("", "JSON file for the results")
     seed: int = option(0, "of the uniform numbers", at_least=0, below=2**63)

@@ -109,8 +109,8 @@ OPTIONS = [
         "train", "--group-size 1", "--group-size must be at least 2 and at most 1,000,000, not 1", "--group-size 2"
     ),
     in_flags("train", "--prompts 0", "--prompts must be at least 1 and at most 1,000,000, not 0", "--prompts 1"),
-    in_flags("train", "--steps 0", "--steps must be at least 1, not 0", "--steps 1"),
-    in_flags("train", "--updates 0", "--updates must be at least 1, not 0", "--updates 1"),
+    in_flags("train", "--steps 0", "--steps must be at least 1 and at most 1,000,000, not 0", "--steps 1"),
+    in_flags("train", "--updates 0", "--updates must be at least 1 and at most 1,000,000, not 0", "--updates 1"),
     in_flags("train", "--updates 3", "--updates must divide the 2 prompts of a step, not 3", "--updates 2"),
     in_flags(
         "train", "--temperature 0", "--temperature must be at least 0.001 and finite, not 0.0", "--temperature 1e-3"
@@ -132,11 +132,23 @@ OPTIONS = [
     in_flags("train", "--max-grad-norm 0", "--max-grad-norm must be above 0, not 0.0", "--max-grad-norm inf"),
     in_flags("train", "--beta1 1", "--beta1 must be at least 0 and below 1, not 1.0", "--beta1 0.999"),
     in_flags(
-        "train", "--weight-decay inf", "--weight-decay must be at least 0 and at most 1,000, not inf", "--weight-decay 0"
+        "train",
+        "--weight-decay inf",
+        "--weight-decay must be at least 0 and at most 1,000",
+        "--weight-decay 0",
     ),
-    in_flags("train", "--micro-tokens 0", "--micro-tokens must be at least 1, not 0", "--micro-tokens 1"),
-    in_flags("train", "--save-every 0", "--save-every must be at least 1, not 0", "--save-every 1"),
-    in_flags("train", "--seed -1", "--seed must be at least 0, not -1", f"--seed {2**70}"),
+    in_flags(
+        "train",
+        "--micro-tokens 0",
+        "--micro-tokens must be at least 1 and at most 2,147,483,648, not 0",
+        "--micro-tokens 1",
+    ),
+    in_flags(
+        "train", "--save-every 0", "--save-every must be at least 1 and at most 1,000,000, not 0", "--save-every 1"
+    ),
+    in_flags(
+        "train", "--seed -1", "--seed must be at least 0 and below 9,223,372,036,854,775,808, not -1", f"--seed {2**70}"
+    ),
     in_flags("train", "--threads 99999", "--threads must be at least 0 and at most 1,024, not 99999", "--threads 1"),
     in_flags("train", "--max-new-tokens 0", "--max-new-tokens must be at least 1 and at most", "--max-new-tokens 1"),
     in_flags("train", f"--budget {10**30}", "--budget must be at most 1,000,000, not 1000", "--budget 1000000"),
@@ -162,7 +174,7 @@ OPTIONS = [
         "--temperature 1e-3",
     ),
     in_flags("eval", f"--seed {2**70}", "--seed must be at least 0 and below 9,223,372", f"--seed {2**63 - 1}"),
-    in_flags("compare", "--limit 0", "--limit must be at least 1, not 0", "--limit 1"),
+    in_flags("compare", "--limit 0", "--limit must be at least 1 and at most 1,000,000, not 0", "--limit 1"),
     in_flags("compare", "--budgets 8,", "--budgets must be numbers with commas between, not '8,'", "--budgets 8,9"),
     # Settings of the cache that cannot work together
     in_flags("train", "--budget 2", "budget 2 must exceed the window of 2: raise the budget", "--budget 3"),
