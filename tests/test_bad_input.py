@@ -147,7 +147,7 @@ OPTIONS = [
         "train", "--save-every 0", "--save-every must be at least 1 and at most 1,000,000, not 0", "--save-every 1"
     ),
     in_flags(
-        "train", "--seed -1", "--seed must be at least 0 and below 9,223,372,036,854,775,808, not -1", f"--seed {2**70}"
+        "train", "--seed -1", "--seed must be at least 0 and below 9,223,372,036,854,775,808, not -1", f"--seed {2**62}"
     ),
     in_flags("train", "--threads 99999", "--threads must be at least 0 and at most 1,024, not 99999", "--threads 1"),
     in_flags("train", "--max-new-tokens 0", "--max-new-tokens must be at least 1 and at most", "--max-new-tokens 1"),

@@ -91,7 +91,7 @@ def test_long_prompts_are_left_out_and_counted(capsys):
         ({"generation_config": {}, "config": {"eos_token_id": 1}}, [1]),
         ({"config": {"eos_token_id": 0}, "tokenizer_config": {"eos_token": "two"}}, [0]),
         ({"config": {}, "tokenizer_config": {"eos_token": "two"}}, [2]),
-        ({"tokenizer_config": {"eos_token": {"content": "three"}}}, [3]),
+        ({"config": {}, "tokenizer_config": {"eos_token": {"content": "three"}}}, [3]),
     ],
 )
 def test_eos_comes_from_generation_config_else_config_else_the_tokenizer(files, ids, tmp_path):
