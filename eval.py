@@ -697,7 +697,7 @@ class EvalConfig:
             check_settings(name, self.budget, self.buffer, self.window)
         if 0 < self.temperature < 1e-3:
             raise ValueError(f"--temperature must be 0 (greedy) or at least 0.001, not {self.temperature}")
-        if self.samples > 1 and self.temperature == 0:
+        if self.samples > 1 and self.temperature == 0 and not self.benchmark:  # which brings its own temperature
             raise ValueError(f"--samples {self.samples} greedy responses would all be the same: set --temperature")
 
 
@@ -740,7 +740,8 @@ def benchmarks(config: EvalConfig, given: dict) -> dict[str, EvalConfig]:
     sets = {}
     for file in files:
         paper = PAPER | {"samples": PAPER_SAMPLES.get(file.stem, 1), "data": str(file)}
-        sets[file.stem] = replace(config, **{name: value for name, value in paper.items() if name not in given})
+        chosen = {name: value for name, value in paper.items() if name not in given}
+        sets[file.stem] = replace(config, benchmark="", **chosen)
     return sets
 
 

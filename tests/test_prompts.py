@@ -131,3 +131,11 @@ def test_a_folder_of_benchmarks_is_run_with_the_papers_settings(files, tmp_path,
     for row in rows:
         accuracies = [results[name][row[0]]["accuracy"] for name in ("aime24", "gsm8k")]
         assert [float(cell) for cell in row[1:]] == pytest.approx([*accuracies, sum(accuracies) / 2], abs=5e-4)
+
+
+def test_what_is_given_goes_before_the_papers_settings(files):
+    """--samples 2 needs a temperature above 0, and a benchmark brings it."""
+    config = evaluation.EvalConfig(benchmark=str(files), samples=2)
+    sets = evaluation.benchmarks(config, {"samples": 2})
+    assert sets.keys() == {"p-train", "p-heldout"}
+    assert all((c.samples, c.temperature, c.extract) == (2, 0.8, "last-number") for c in sets.values())
