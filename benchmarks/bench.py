@@ -117,7 +117,7 @@ def seconds(function: Callable[[], object]) -> float:
 def medians(cases: dict, repeats: int) -> dict:
     """{case: median seconds}; the cases take turns, after one round that does not count."""
     found = defaultdict(list)
-    for turn in range(1 + repeats):
+    for _ in range(1 + repeats):
         for case, function in cases.items():
             found[case].append(seconds(function))
     return {case: statistics.median(times[1:]) for case, times in found.items()}
@@ -210,9 +210,10 @@ def measure_decode(model: Decoder, config: Settings) -> list[dict]:
             for length in (config.numbers("lengths")[0], config.numbers("lengths")[-1]):
                 last = length - config.prompt - 1
                 step = statistics.median(float(t[name][max(0, last - config.buffer) : last].mean()) for t in turns)
-                cache = cache_for(model.config, rows, length, compressor=name, **config.cache, device="meta")
+                how = {**config.cache, "dtype": dtype, "device": "meta"}
+                cache = cache_for(model.config, rows, length, compressor=name, **how)
                 held = min(1.0, length / cache[0].slots) * (cache.nbytes["keys"] + cache.nbytes["values"])
-                reading = (weight_bytes + held * dtype.itemsize / 4) / speed
+                reading = (weight_bytes + held) / speed
                 found.append(
                     {
                         "policy": name,
@@ -376,9 +377,8 @@ def main(argv: list[str] | None = None) -> None:
         print(results["machine"])
         for part in config.parts.split(","):
             results[part] = MEASURE[part](model, config)
-            print(
-                f"\n{part}\n" + table(list(results[part][0]), [shown(record) for record in results[part]]), flush=True
-            )
+            rows = [shown(record) for record in results[part]]
+            print(f"\n{part}\n" + table(list(results[part][0]), rows), flush=True)
             if config.out:
                 write_json(Path(config.out), results)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -26,6 +27,19 @@ def test_the_comparison_of_policies_has_a_line_for_each(files, tmp_path, capsys)
     assert all(r["kv_saved"] > 0 for r in results[1:] if r["budget"] == 8)
     printed = capsys.readouterr().out
     assert all(name in printed for name in COMPRESSORS)
+
+
+def test_the_benchmark_of_speed_has_a_table_for_each_part(files, tmp_path, capsys):
+    """Every part has a line for each case; shares of a rollout add up to the whole."""
+    main = runpy.run_path(str(ROOT / "benchmarks" / "bench.py"))["main"]
+    options = "--prompt 4 --lengths 12,20 --rows 1,3 --budget 8 --buffer 4 --window 2 --repeats 1 --learner-rows 2"
+    main(["--model", str(files / "model"), "--out", str(tmp_path / "b.json"), *options.split()])
+    results = json.loads((tmp_path / "b.json").read_text())
+    lengths = {part: len(results[part]) for part in ("rollout", "decode", "shares", "learner", "memory")}
+    assert lengths == {"rollout": 8, "decode": 8, "shares": 2, "learner": 2, "memory": 2}
+    for record in results["shares"]:
+        assert sum(v for v in record.values() if isinstance(v, float)) == pytest.approx(1)
+    assert "products_share" in capsys.readouterr().out
 
 
 def test_the_memory_benchmark_measures_what_it_says(tmp_path):
