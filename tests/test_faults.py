@@ -60,23 +60,24 @@ train.main(sys.argv[2:])
 """
 
 
-@pytest.fixture
-def child(files, tmp_path):
-    """Start train.py as a process that dies at a moment, on the settings of `four_steps`: (process, run folder)."""
-    processes = []
+def start(moment: str, files: Path, out: Path) -> subprocess.Popen:
+    """Start train.py as a process that dies at a moment, on the settings of `four_steps`."""
+    recorded: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "main", recorded.extend)
+        run(files, out)
+    command = [sys.executable, "-c", CHILD.format(root=str(ASSETS.parent)), moment, *recorded]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def start(moment: str, name: str = "run"):
-        recorded: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "main", recorded.extend)
-            out = run(files, tmp_path / name)
-        command = [sys.executable, "-c", CHILD.format(root=str(ASSETS.parent)), moment, *recorded]
-        processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        return processes[-1], out
 
-    yield start
-    for process in processes:
-        process.kill()
+MOMENTS = ("rollout", "update", "checkpoint", "metrics")
+
+
+@pytest.fixture(scope="module")
+def killed(files, tmp_path_factory):
+    """{moment: (process, run folder)}: all started at once, because each spends its time on importing PyTorch."""
+    folders = {moment: tmp_path_factory.mktemp("killed") / moment for moment in MOMENTS}
+    return {moment: (start(moment, files, out), out) for moment, out in folders.items()}
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -89,24 +90,25 @@ def assert_same_run(one: Path, other: Path) -> None:
 # ------------------------------------------------------------------------------------------------ killed and stopped
 
 
-@pytest.mark.parametrize("moment", ["rollout", "update", "checkpoint", "metrics"])
-def test_a_killed_run_resumes_as_if_nothing_had_happened(moment, child, four_steps):  # noqa: F811
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_resumes_as_if_nothing_had_happened(moment, killed, four_steps):  # noqa: F811
     """kill -9 while it samples, after the weights moved, in half a checkpoint, in half a line of metrics."""
-    process, out = child(moment)
+    process, out = killed[moment]
     assert process.wait() == -signal.SIGKILL
     train.main(["--resume", str(out)])
     assert_same_run(out, four_steps)
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_resumes_as_if_nothing_had_happened(child, four_steps, tmp_path):  # noqa: F811
+def test_a_run_killed_at_any_moment_resumes_as_if_nothing_had_happened(files, four_steps, tmp_path):  # noqa: F811
     """Thirty moments drawn from the whole life of the process, the import of PyTorch included."""
     began = time.perf_counter()
-    child("any", "whole")[0].wait()
+    start("any", files, tmp_path / "whole").wait()
     life = time.perf_counter() - began
     draw, resumed = random.Random(0), 0
     for trial in range(30):
-        process, out = child("any", f"run{trial}")
+        out = tmp_path / f"run{trial}"
+        process = start("any", files, out)
         try:
             process.wait(draw.uniform(0, life))
         except subprocess.TimeoutExpired:
