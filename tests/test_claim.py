@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import train
 from eval import ASSETS
 
 EXPERIMENTS = ASSETS.parent / "experiments"
@@ -34,7 +36,16 @@ def claim() -> ModuleType:
 
 @pytest.fixture
 def toy(claim, files) -> ModuleType:
-    """The same with two arms, two steps, a tiny model, and no picture (matplotlib is not needed to test)."""
+    """The same with two arms, two steps, a tiny model, and no picture (matplotlib is not needed to test).
+
+    train.py runs in this process, one run after the other: starting PyTorch takes longer than the toy.
+    """
+
+    def call(command: list[str], log: Path) -> None:
+        assert command[0] == "train.py"
+        train.main(command[1:])
+
+    claim.call, claim.in_parallel = call, lambda jobs, workers: [job() for job in jobs.values()][:0]
     claim.BASE |= TOY | {"model": str(files / "model"), "data": str(files / "p-train.jsonl")}
     claim.BUDGET, claim.THREE, claim.draw = 8, ("dense", "sparse-rl"), lambda groups, file: file.write_text(str(groups))
     return claim
@@ -62,13 +73,14 @@ def test_the_whole_experiment_leaves_every_file_and_goes_on_where_it_stopped(toy
     summary = json.loads((tmp_path / "summary-default.json").read_text())
     assert summary["state"] == "2 of 2 runs are finished" and [arm["arm"] for arm in summary["arms"]] == [*toy.THREE]
     assert (tmp_path / "default.png").exists()
-    table = capsys.readouterr().out.partition("\n\n")[2]
+    printed = capsys.readouterr().out
+    printed = printed[printed.index("2 of 2 runs are finished") :]
     toy.call = None  # nothing may run
     toy.main(start)
-    assert table in capsys.readouterr().out
+    assert printed in capsys.readouterr().out
 
 
-def test_a_run_that_was_stopped_is_resumed_and_one_that_fails_is_named(toy, tmp_path, monkeypatch, capsys):
+def test_a_run_that_was_stopped_is_resumed_and_one_that_fails_is_named(claim, tmp_path, monkeypatch, capsys):
     """With a checkpoint: train.py --resume, without: from the start. The other runs go on; exit code 2."""
     (tmp_path / "runs" / "dense-lr0.0005-seed7" / "checkpoints" / "step-000001").mkdir(parents=True)
     called = []
@@ -77,11 +89,20 @@ def test_a_run_that_was_stopped_is_resumed_and_one_that_fails_is_named(toy, tmp_
         called.append(command)
         raise RuntimeError(f"no luck, see {log.name}")
 
-    monkeypatch.setattr(toy, "call", fail)
+    monkeypatch.setattr(claim, "call", fail)
     with pytest.raises(SystemExit) as stop:
-        toy.main(["--out", str(tmp_path), "--workers", "1", "--seeds", "7"])
+        claim.main(["--out", str(tmp_path), "--workers", "1", "--seeds", "7"])
     assert stop.value.code == 2 and "dense-lr0.0005-seed7: no luck" in capsys.readouterr().err
-    assert ["--resume" in command for command in called] == [True, False]
+    assert ["--resume" in command for command in called] == [True, False, False]
+
+
+def test_a_script_runs_in_a_process_of_its_own_and_its_log_is_named_if_it_fails(claim, tmp_path):
+    """What it prints is in the log, one thread a process; any exit code but 0 is an error."""
+    log = tmp_path / "log"
+    claim.call(["-c", "import os; print(os.environ['OMP_NUM_THREADS'])"], log)
+    assert log.read_text() == "1\n"
+    with pytest.raises(RuntimeError, match=str(log)):
+        claim.call(["-c", "raise SystemExit(3)"], log)
 
 
 def test_a_run_collapsed_if_it_ended_two_standard_errors_below_the_start(claim):
