@@ -19,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -156,18 +157,18 @@ def shown(value) -> str:
     return str(value).removeprefix(f"{ROOT}{os.sep}")
 
 
+CHILDREN: set[subprocess.Popen] = set()  # what runs now
+
+
 def call(command: list[str], log: Path) -> None:
     """Run a script of this repository; RuntimeError that names the log if it fails."""
-    with log.open("a", encoding="utf-8") as file:
-        code = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        ).returncode
+    how = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "stderr": subprocess.STDOUT}
+    with log.open("a", encoding="utf-8") as file, subprocess.Popen([sys.executable, *command], stdout=file, **how) as p:
+        CHILDREN.add(p)
+        code = p.wait()
+        CHILDREN.discard(p)
     if code:
-        raise RuntimeError(f"{shlex.join(command[:1])} ended with code {code}, see {log}")
+        raise RuntimeError(f"{command[0]} ended with code {code}, see {log}")
 
 
 def load_result(file: Path, settings: dict) -> dict | None:
@@ -239,8 +240,10 @@ def in_parallel(jobs: dict[str, Callable[[], None]], workers: int) -> list[str]:
                     raise error
                 wrong += [f"{futures[future]}: {error}"] if error else []
                 print(f"{done} of {len(futures)}: {futures[future]}{f' FAILED: {error}' if error else ''}", flush=True)
-        except BaseException:
+        except BaseException:  # Ctrl-C among them: train.py saves what it has when it is told to end
             pool.shutdown(wait=False, cancel_futures=True)
+            for child in tuple(CHILDREN):
+                child.terminate()
             raise
     return wrong
 
@@ -431,6 +434,7 @@ def serving(config: Settings, out: Path, workers: int) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config, _ = parse_config(Settings, argv, "experiments/claim.py", "The paper's claim at laptop size.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with one_sentence("experiments/claim.py"):
         out = Path(config.out).resolve()
         (out / "runs").mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ def draw(groups: dict[str, list[dict]], file: Path) -> None:
         ax.grid(alpha=0.3)
         if column == "grad_norm":
             ax.set_yscale("symlog", linthresh=0.01)
-    axes.flat[0].legend(fontsize=8)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
