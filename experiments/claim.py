@@ -400,11 +400,12 @@ def training(config: Settings, out: Path, workers: int) -> list[str]:
     def job(name: str) -> Callable[[], None]:
         return lambda: train_run(name, *plan[name], out)
 
-    wrong = in_parallel({name: job(name) for name, result in found.items() if result is None}, workers)
-    results = [load_result(out / f"{name}.json", settings) for name, (_, settings) in plan.items()]
-    if any(results):
-        report([result for result in results if result], len(plan), config)
-    return wrong
+    try:
+        return in_parallel({name: job(name) for name, result in found.items() if result is None}, workers)
+    finally:  # also when it is stopped
+        results = [load_result(out / f"{name}.json", settings) for name, (_, settings) in plan.items()]
+        if any(results):
+            report([result for result in results if result], len(plan), config)
 
 
 def serving(config: Settings, out: Path, workers: int) -> list[str]:
@@ -422,13 +423,14 @@ def serving(config: Settings, out: Path, workers: int) -> list[str]:
     def job(name: str) -> Callable[[], None]:
         return lambda: serve_run(name, *files[name][1:], out)
 
-    wrong = in_parallel({name: job(name) for name in files if not (out / f"{name}.json").exists()}, workers)
-    done: dict[str, list[dict]] = {}
-    for name, (arm, _, _) in files.items():
-        if (out / f"{name}.json").exists():
-            done.setdefault(arm, []).append(json.loads((out / f"{name}.json").read_text(encoding="utf-8")))
-    report_serving(done, (len(plan) + 1) * len(SERVE_BUDGETS), config)
-    return wrong
+    try:
+        return in_parallel({name: job(name) for name in files if not (out / f"{name}.json").exists()}, workers)
+    finally:
+        done: dict[str, list[dict]] = {}
+        for name, (arm, _, _) in files.items():
+            if (out / f"{name}.json").exists():
+                done.setdefault(arm, []).append(json.loads((out / f"{name}.json").read_text(encoding="utf-8")))
+        report_serving(done, (len(plan) + 1) * len(SERVE_BUDGETS), config)
 
 
 def main(argv: list[str] | None = None) -> None:
