@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from plot import draw, read_run, series
+from plot import draw, pyplot, read_run, series
 
 from eval import ASSETS, check_options, flag, one_sentence, option, parse_config, table, write_json
 from train import checkpoints
@@ -331,13 +331,8 @@ def report(results: list[dict], total: int, config: Settings) -> None:
 
 def draw_map(lines: list[dict], file: Path) -> None:
     """Final dense accuracy over budgets, a panel a learning rate, every seed a dot; then the gain over the KL."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     lrs = sorted({line["lr"] for line in lines})
-    figure, axes = pyplot.subplots(1, len(lrs) + 1, figsize=(5 * len(lrs) + 5, 4), layout="constrained")
+    figure, axes = pyplot().subplots(1, len(lrs) + 1, figsize=(5 * len(lrs) + 5, 4), layout="constrained")
     for ax, lr in zip(axes, lrs, strict=False):
         for color, arm in enumerate(THREE):
             cells = [line for line in lines if (line["arm"], line["lr"]) == (arm, lr)]
@@ -366,7 +361,7 @@ def draw_map(lines: list[dict], file: Path) -> None:
     axes[-1].legend()
     axes[-1].grid(alpha=0.3)
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    pyplot().close(figure)
 
 
 def report_serving(done: dict[str, list[dict]], total: int, config: Settings) -> None:
@@ -438,6 +433,7 @@ def main(argv: list[str] | None = None) -> None:
     config, _ = parse_config(Settings, argv, "experiments/claim.py", "The paper's claim at laptop size.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with one_sentence("experiments/claim.py"):
+        pyplot()  # better missing now than after the runs
         out = Path(config.out).resolve()
         (out / "runs").mkdir(parents=True, exist_ok=True)
         workers = config.workers or os.cpu_count() or 1

@@ -50,14 +50,21 @@ def series(run: dict, column: str) -> dict[int, float]:
     return {m["step"]: m[column] for m in run["metrics"]}
 
 
-def draw(groups: dict[str, list[dict]], file: Path) -> None:
-    """All panels into a PNG, a line for each group of runs. Steps that not all runs of a group have show the others."""
-    import matplotlib  # here, for the tests, which do without it
-
+def pyplot():
+    """matplotlib's, drawing into files; ValueError if it is not installed (nothing but figures needs it)."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("figures need matplotlib: pip install -r requirements-dev.txt") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 4, figsize=(16, 7), layout="constrained")
+    return pyplot
+
+
+def draw(groups: dict[str, list[dict]], file: Path) -> None:
+    """All panels into a PNG, a line for each group of runs. Steps that not all runs of a group have show the others."""
+    figure, axes = pyplot().subplots(2, 4, figsize=(16, 7), layout="constrained")
     for ax, (column, title) in zip(axes.flat, PANELS, strict=True):
         for color, (label, runs) in enumerate(groups.items()):
             found = [series(run, column) for run in runs]
@@ -77,7 +84,7 @@ def draw(groups: dict[str, list[dict]], file: Path) -> None:
             ax.set_yscale("symlog", linthresh=0.01)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
+    pyplot().close(figure)
 
 
 def group(runs: list[dict]) -> dict[str, list[dict]]:

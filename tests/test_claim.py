@@ -30,13 +30,15 @@ def load(name: str) -> ModuleType:
 
 @pytest.fixture
 def claim() -> ModuleType:
-    """experiments/claim.py as it is."""
-    return load("claim")
+    """experiments/claim.py as it is, but without figures: matplotlib is not needed to test."""
+    module = load("claim")
+    module.pyplot, module.draw = lambda: None, lambda groups, file: file.write_text(str(groups))
+    return module
 
 
 @pytest.fixture
 def toy(claim, files) -> ModuleType:
-    """The same with two arms, two steps, a tiny model, and no picture (matplotlib is not needed to test).
+    """The same with two arms, two steps and a tiny model.
 
     train.py runs in this process, one run after the other: starting PyTorch takes longer than the toy.
     """
@@ -47,7 +49,7 @@ def toy(claim, files) -> ModuleType:
 
     claim.call, claim.in_parallel = call, lambda jobs, workers: [job() for job in jobs.values()][:0]
     claim.BASE |= TOY | {"model": str(files / "model"), "data": str(files / "p-train.jsonl")}
-    claim.BUDGET, claim.THREE, claim.draw = 8, ("dense", "sparse-rl"), lambda groups, file: file.write_text(str(groups))
+    claim.BUDGET, claim.THREE = 8, ("dense", "sparse-rl")
     return claim
 
 
@@ -107,7 +109,6 @@ def test_stopping_it_summarises_what_is_finished(claim, tmp_path, monkeypatch, c
         (out / f"{name}.json").write_text(json.dumps(finished | {"settings": given}))
 
     monkeypatch.setattr(claim, "train_run", train_run)
-    monkeypatch.setattr(claim, "draw", lambda groups, file: None)
     with pytest.raises(SystemExit) as stop:
         claim.main(["--out", str(tmp_path), "--workers", "1"])
     assert stop.value.code == 130 and "2 of 3 runs are finished" in capsys.readouterr().out
