@@ -1,0 +1,117 @@
+"""Curves of training runs: `python experiments/plot.py runs/a runs/b --out curves.png`.
+
+Runs whose settings differ in nothing but the seed make one line, the mean at each step, with a band from the lowest to
+the highest seed. A line is named after the settings in which the runs given differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from eval import one_sentence
+from train import Config, experiment
+
+PANELS = (  # column, title
+    ("dense", "greedy accuracy, dense"),
+    ("sparse", "greedy accuracy, sampler's cache"),
+    ("reward_mean", "reward of the sampler"),
+    ("sampler_kl", "k3 KL(sampler || dense), nats"),
+    ("rejected", "share with some xi < epsilon"),
+    ("grad_norm", "gradient norm"),
+    ("entropy", "entropy, nats a token"),
+    ("kv_saved", "KV tokens saved"),
+)
+
+
+def read_run(folder: Path) -> dict:
+    """A run folder of train.py: {"settings", "metrics", "evaluations"}. ValueError if it is none."""
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        metrics, evaluations = (
+            [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+            for name in ("metrics.jsonl", "evals.jsonl")
+        )
+        Config(**settings)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder} is not the folder of a train.py run with evaluations ({error})") from None
+    return {"settings": settings, "metrics": metrics, "evaluations": evaluations}
+
+
+def series(run: dict, column: str) -> dict[int, float]:
+    """{step: value} of a metric, or of greedy accuracy: `dense`, or `sparse` with the run's own cache."""
+    if column in ("dense", "sparse"):
+        return {
+            e["step"]: e["accuracy"] for e in run["evaluations"] if (e["decoding"] == "dense") == (column == "dense")
+        }
+    return {m["step"]: m[column] for m in run["metrics"]}
+
+
+def pyplot():
+    """matplotlib's, drawing into files; ValueError if it is not installed (nothing but figures needs it)."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("figures need matplotlib: pip install -r requirements-dev.txt") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw(groups: dict[str, list[dict]], file: Path) -> None:
+    """All panels into a PNG, a line for each group of runs. Steps that not all runs of a group have show the others."""
+    figure, axes = pyplot().subplots(2, 4, figsize=(16, 7), layout="constrained")
+    for ax, (column, title) in zip(axes.flat, PANELS, strict=True):
+        for color, (label, runs) in enumerate(groups.items()):
+            found = [series(run, column) for run in runs]
+            steps = sorted(set().union(*found))
+            if steps:
+                values = [[s[step] for s in found if step in s] for step in steps]
+                means = [sum(v) / len(v) for v in values]
+                marker = "o" if column in ("dense", "sparse") else None
+                ax.plot(steps, means, color=f"C{color}", label=f"{label} ({len(runs)})", marker=marker, markersize=3)
+                ax.fill_between(
+                    steps, [min(v) for v in values], [max(v) for v in values], color=f"C{color}", alpha=0.12, lw=0
+                )
+        ax.set_title(title, fontsize=10)
+        ax.set_xlabel("step", fontsize=8)
+        ax.grid(alpha=0.3)
+        if column == "grad_norm":
+            ax.set_yscale("symlog", linthresh=0.01)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    figure.savefig(file, dpi=110)
+    pyplot().close(figure)
+
+
+def group(runs: list[dict]) -> dict[str, list[dict]]:
+    """Runs that differ in the seed alone, under the settings in which the groups differ."""
+    settings = [experiment(Config(**run["settings"])) for run in runs]
+    hidden = ("seed", "out")
+    names = [n for n in settings[0] if n not in hidden and len({s[n] for s in settings}) > 1]
+    groups: dict[str, list[dict]] = {}
+    for run, s in zip(runs, settings, strict=True):
+        groups.setdefault(", ".join(f"{n} {s[n]}" for n in names) or "all", []).append(run)
+    return groups
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="experiments/plot.py", description="Curves of training runs; seeds of the same settings make one line."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders of train.py")
+    parser.add_argument("--out", type=Path, default=Path("plot.png"), help="the PNG (default: %(default)s)")
+    given = parser.parse_args(argv)
+    with one_sentence("experiments/plot.py"):
+        if not given.out.parent.is_dir():
+            raise ValueError(f"--out: the folder {given.out.parent} does not exist")
+        draw(group([read_run(folder) for folder in given.runs]), given.out)
+    print(f"{len(given.runs)} runs are drawn in {given.out}")
+
+
+if __name__ == "__main__":
+    main()

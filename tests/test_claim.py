@@ -1,0 +1,158 @@
+"""The experiment on the paper's claim, whole, at toy size."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import train
+from eval import ASSETS
+
+EXPERIMENTS = ASSETS.parent / "experiments"
+TOY = {
+    **{"max_new_tokens": 16, "buffer": 4, "window": 2, "prompts": 2, "group_size": 2},
+    **{"steps": 2, "eval_every": 1, "eval_limit": 2, "save_every": 1},
+}
+
+
+def load(name: str) -> ModuleType:
+    """A fresh copy of a script in experiments/."""
+    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / f"{name}.py")
+    sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture
+def claim() -> ModuleType:
+    """experiments/claim.py as it is, but without figures: matplotlib is not needed to test."""
+    module = load("claim")
+    module.pyplot, module.draw = lambda: None, lambda groups, file: file.write_text(str(groups))
+    return module
+
+
+@pytest.fixture
+def toy(claim, files) -> ModuleType:
+    """The same with two arms, two steps and a tiny model.
+
+    train.py runs in this process, one run after the other: starting PyTorch takes longer than the toy.
+    """
+
+    def call(command: list[str], log: Path) -> None:
+        assert command[0] == "train.py"
+        train.main(command[1:])
+
+    claim.call, claim.in_parallel = call, lambda jobs, workers: [job() for job in jobs.values()][:0]
+    claim.BASE |= TOY | {"model": str(files / "model"), "data": str(files / "p-train.jsonl")}
+    claim.BUDGET, claim.THREE = 8, ("dense", "sparse-rl")
+    return claim
+
+
+def result(arm: str, seed: int, finals: list[float]) -> dict:
+    """A finished run as claim.py writes it: dense accuracy 0.7 +- 0.05 at step 0, and these after each step."""
+    evaluations = [
+        {"step": step, "decoding": "dense", "accuracy": accuracy, "stderr": 0.05}
+        for step, accuracy in enumerate([0.7, *finals])
+    ]
+    return {"arm": arm, "settings": {"seed": seed}, "evaluations": evaluations, "metrics": []}
+
+
+def test_the_whole_experiment_leaves_every_file_and_goes_on_where_it_stopped(toy, tmp_path, capsys):
+    """A JSON a run with every metric, a summary, a table; a second start trains nothing, and says the same."""
+    start = ["--out", str(tmp_path), "--workers", "2"]
+    toy.main(start)
+    names = ["dense-lr0.0005-seed1", "sparse-rl-snapkv-8-lr0.0005-seed1"]
+    for name in names:
+        run = json.loads((tmp_path / f"{name}.json").read_text())
+        assert [m["step"] for m in run["metrics"]] == [1, 2] and {e["step"] for e in run["evaluations"]} == {0, 1, 2}
+        assert {column for column, _ in sys.modules["plot"].PANELS} - {"dense", "sparse"} <= run["metrics"][0].keys()
+        assert run["command"].startswith("python train.py") and run["commit"] and run["settings"]["seed"] == 1
+    summary = json.loads((tmp_path / "summary-default.json").read_text())
+    assert summary["state"] == "2 of 2 runs are finished" and [arm["arm"] for arm in summary["arms"]] == [*toy.THREE]
+    assert (tmp_path / "default.png").exists()
+    printed = capsys.readouterr().out
+    printed = printed[printed.index("2 of 2 runs are finished") :]
+    toy.call = None  # nothing may run
+    toy.main(start)
+    assert printed in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_is_resumed_and_one_that_fails_is_named(claim, tmp_path, monkeypatch, capsys):
+    """With a checkpoint: train.py --resume, without: from the start. The other runs go on; exit code 2."""
+    (tmp_path / "runs" / "dense-lr0.0005-seed7" / "checkpoints" / "step-000001").mkdir(parents=True)
+    called = []
+
+    def fail(command, log):
+        called.append(command)
+        raise RuntimeError(f"no luck, see {log.name}")
+
+    monkeypatch.setattr(claim, "call", fail)
+    with pytest.raises(SystemExit) as stop:
+        claim.main(["--out", str(tmp_path), "--workers", "1", "--seeds", "7"])
+    assert stop.value.code == 2 and "dense-lr0.0005-seed7: no luck" in capsys.readouterr().err
+    assert ["--resume" in command for command in called] == [True, False, False]
+
+
+def test_stopping_it_summarises_what_is_finished(claim, tmp_path, monkeypatch, capsys):
+    """Ctrl-C in the third run: exit code 130, and the summary tells of two runs of three."""
+    columns = (*(column for column, _ in sys.modules["plot"].PANELS), "response_length", "step")
+    finished = result("dense", 1, [0.9]) | {"commit": "", "seconds": 1, "metrics": [dict.fromkeys(columns, 1)]}
+
+    def train_run(name, arm, given, out):
+        if arm == "sparse-rl":
+            raise KeyboardInterrupt
+        (out / f"{name}.json").write_text(json.dumps(finished | {"settings": given}))
+
+    monkeypatch.setattr(claim, "train_run", train_run)
+    with pytest.raises(SystemExit) as stop:
+        claim.main(["--out", str(tmp_path), "--workers", "1"])
+    assert stop.value.code == 130 and "2 of 3 runs are finished" in capsys.readouterr().out
+
+
+def test_a_script_runs_in_a_process_of_its_own_and_its_log_is_named_if_it_fails(claim, tmp_path):
+    """What it prints is in the log, one thread a process; any exit code but 0 is an error."""
+    log = tmp_path / "log"
+    claim.call(["-c", "import os; print(os.environ['OMP_NUM_THREADS'])"], log)
+    assert log.read_text() == "1\n"
+    with pytest.raises(RuntimeError, match=str(log)):
+        claim.call(["-c", "raise SystemExit(3)"], log)
+
+
+def test_a_run_collapsed_if_it_ended_two_standard_errors_below_the_start(claim):
+    """0.7 +- 0.05: 0.59 is a collapse, 0.61 is none, and what lies between start and end does not count."""
+    assert claim.collapsed(result("naive", 1, [0.9, 0.59]))
+    assert not claim.collapsed(result("naive", 1, [0.1, 0.61]))
+
+
+def test_arms_are_compared_seed_by_seed(claim):
+    """Only the seeds that both have: differences 0.2 and 0.4, mean 0.3, standard error 0.1."""
+    ours = [result("sparse-rl", seed, [final]) for seed, final in ((1, 0.5), (2, 0.9), (3, 0.1))]
+    others = [result("naive", seed, [final]) for seed, final in ((2, 0.5), (1, 0.3))]
+    difference = claim.paired(ours, others)
+    assert difference["seeds"] == [1, 2]
+    assert difference["mean"] == pytest.approx(0.3) and difference["stderr"] == pytest.approx(0.1)
+
+
+def test_the_parts_share_the_runs_that_they_have_in_common(claim):
+    """The default's three are runs of --full; the map has the headline's cell; a budget does not change dense."""
+    default, full, cells = (set(claim.planned(claim.Settings(**part))) for part in ({}, {"full": True}, {"map": True}))
+    assert default < full and default < cells and len(full) == 30
+    assert sum(name.startswith("dense") for name in cells) == len(claim.MAP_LRS) * len(claim.MAP_SEEDS)
+
+
+def test_a_bad_argument_gets_one_sentence(claim, tmp_path, capsys):
+    """Exit code 2, and the flag's name."""
+    plot = load("plot")
+    for main, options, word in (
+        (claim.main, ["--seeds", "1;2"], "--seeds"),
+        (claim.main, ["--full", "--map"], "give one"),
+        (plot.main, [str(tmp_path)], "is not the folder of a train.py run"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(options)
+        assert stop.value.code == 2 and word in capsys.readouterr().err
