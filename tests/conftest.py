@@ -6,12 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from model import save_model
 
+THREADS = torch.get_num_threads()
 CHARACTERS = ["?", "<end>", "\\boxed{", "}", *"0123456789+= "]
+
+
+@pytest.fixture(autouse=True)
+def all_threads():
+    """`--threads` holds for the whole process, and a sum depends on it: no test may leave its number to the next."""
+    yield
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session")

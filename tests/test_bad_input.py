@@ -605,11 +605,9 @@ def with_run(files, tmp_path_factory) -> Path:
 @pytest.fixture
 def place(with_run, tmp_path, monkeypatch) -> Path:
     """A copy of it that may be spoilt; relative paths start there."""
-    threads = torch.get_num_threads()
     shutil.copytree(with_run, tmp_path / "place")
     monkeypatch.chdir(tmp_path / "place")
-    yield tmp_path / "place"
-    torch.set_num_threads(threads)
+    return tmp_path / "place"
 
 
 def put(files: Files) -> None:
