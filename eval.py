@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from kvcache import COMPRESSORS, check_settings
-from model import Decoder, ModelConfig, load_model, read_json
+from model import Decoder, load_config, load_model, read_json
 from rollout import Rollout, rollout
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -707,17 +707,27 @@ SETTINGS = (
 )
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Write a JSON file whole or not at all."""
+def write_whole(path: Path, text: str) -> None:
+    """Give a file this content, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file, whole or not at all."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def as_lines(records: list[dict]) -> str:
+    """Records as JSONL."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def append(path: Path, records: list[dict]) -> None:
     """Add records to a JSONL file."""
     with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        file.write(as_lines(records))
 
 
 def new_folder(folder: Path) -> None:
@@ -775,7 +785,7 @@ def main(argv: list[str] | None = None) -> None:
         device = pick_device(config.device, config.threads)
         sets = benchmarks(config, given)
         tokenizer, eos_ids = load_tokenizer(config.model)
-        vocabulary = ModelConfig.from_dict(read_json(Path(config.model) / "config.json")).vocab_size
+        vocabulary = load_config(config.model).vocab_size
         problems = {
             name: usable(
                 load_problems(c.data)[: c.limit or None],

@@ -316,6 +316,11 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def load_config(folder) -> ModelConfig:
+    """The settings in a Hugging Face folder's config.json. Raises ValueError as `read_json` and `from_dict` do."""
+    return ModelConfig.from_dict(read_json(Path(folder) / "config.json"))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the single file, or else the shards that the index names."""
     index, names = folder / INDEX, {"model.safetensors"}
@@ -342,7 +347,7 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
     """
     folder = Path(folder)
     with torch.device("meta"):  # shapes without memory
-        decoder = Decoder(ModelConfig.from_dict(read_json(folder / "config.json")))
+        decoder = Decoder(load_config(folder))
     expected = decoder.state_dict()
     state: dict[str, Tensor] = {}
     seen: set[str] = set()

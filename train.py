@@ -37,6 +37,7 @@ from eval import (
     TEMPLATE,
     Problem,
     append,
+    as_lines,
     check_options,
     check_template,
     dense_and_sparse,
@@ -55,6 +56,7 @@ from eval import (
     table,
     usable,
     write_json,
+    write_whole,
 )
 from grpo import (
     AGGREGATIONS,
@@ -69,7 +71,7 @@ from grpo import (
     reward_metrics,
 )
 from kvcache import COMPRESSORS, check_settings
-from model import Decoder, ModelConfig, load_model, read_json, save_model
+from model import Decoder, ModelConfig, load_config, load_model, read_json, save_model
 from rollout import Rollout, cache_for
 
 # What a resumed run may change, because it does not change the experiment: its length, its reports, and how the
@@ -163,6 +165,11 @@ class Config:
     def cache(self) -> dict:
         """The settings of the sampler's cache."""
         return {name: getattr(self, name) for name in ("compressor", "budget", "buffer", "window")}
+
+    @property
+    def rows_at_once(self) -> int:
+        """The responses that are sampled at a time."""
+        return min(self.prompts * self.group_size, max(self.rollout_rows, self.group_size))
 
 
 @dataclass(frozen=True)
@@ -363,6 +370,7 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
     }
     accepted = correct(logp_old, r.logp_sparse, r.mask, config.correction, epsilon=config.epsilon).accepted
     log_xi = log_ratio(logp_old, r.logp_sparse, r.mask)  # (N, R)
+    extremes = {"xi_min": log_xi.amin(1).exp(), "xi_max": log_xi.amax(1).exp(), "logp_min": logp_old.amin(1)}  # (N,)
     records = [
         {
             "step": step + 1,
@@ -374,9 +382,7 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
             "accepted": bool(accepted[i]),
             "tokens": int(r.response_lengths[i]),
             "finished": bool(r.finished[i]),
-            "xi_min": number_or_none(log_xi[i].min().exp()),
-            "xi_max": number_or_none(log_xi[i].max().exp()),
-            "logp_min": number_or_none(logp_old[i].min()),
+            **{name: number_or_none(values[i]) for name, values in extremes.items()},
         }
         for i in range(len(owners))
     ]
@@ -498,20 +504,12 @@ def read_lines(path: Path, last_step: int) -> list[dict]:
     return records
 
 
-def write_lines(path: Path, records: list[dict]) -> None:
-    """Give a JSONL file this content, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("")
-    append(partial, records)
-    partial.replace(path)
-
-
 # ---------------------------------------------------------------------------------------------------- the job
 
 
 def read(config: Config) -> Inputs:
     """Read and check all but the weights, write nothing. Raises ValueError or OSError in a sentence for the user."""
-    model = ModelConfig.from_dict(read_json(Path(config.model) / "config.json"))
+    model = load_config(config.model)
     tokenizer, eos_ids = load_tokenizer(config.model)
     limits = {"template": config.template, "max_prompt_tokens": config.max_prompt_tokens}
     problems, prompts = usable(load_problems(config.data), tokenizer, model.vocab_size, **limits)
@@ -531,13 +529,13 @@ def settle(config: Config, given: dict) -> Config:
     return config
 
 
-def load(config: Config, inputs: Inputs) -> Job:
+def load(config: Config, inputs: Inputs, device: torch.device) -> Job:
     """Load the weights: the newest checkpoint that can be read of the run to resume, or the starting weights."""
     folder = Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
     starts = [*(checkpoints(folder) if config.resume else []), (0, Path(config.model))]
     for (step, source), older in zip(starts, [*starts[1:], None], strict=True):
         try:
-            return load_from(config, inputs, folder, step, source)
+            return load_from(config, inputs, device, folder, step, source)
         except ValueError as error:
             if older is None or isinstance(error, OtherRun):
                 raise
@@ -548,13 +546,13 @@ class OtherRun(ValueError):
     """A checkpoint of other settings than its run's."""
 
 
-def load_from(config: Config, inputs: Inputs, folder: Path, step: int, source: Path) -> Job:
+def load_from(config: Config, inputs: Inputs, device: torch.device, folder: Path, step: int, source: Path) -> Job:
     """The job at this step, from this folder; ValueError if it is damaged or belongs to another run."""
     if step:
         stored = read_json(source / "training.json")
         if stored != {"step": step, "settings": experiment(config)}:
             raise OtherRun(f"{source} belongs to another run than {folder}/config.json: move it away")
-    device, dtype = pick_device(config.device, config.threads), getattr(torch, config.dtype)
+    dtype = getattr(torch, config.dtype)
     master = load_model(source, device=device)
     optimizer = torch.optim.AdamW(
         master.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
@@ -586,7 +584,7 @@ def memory(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
     c, item = model, getattr(torch, config.dtype).itemsize
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Decoder(c).parameters())
-    rows = min(config.prompts * config.group_size, max(config.rollout_rows, config.group_size))
+    rows = config.rows_at_once
     sizes = {"rows": rows, "max_length": longest, "device": "meta", "dtype": getattr(torch, config.dtype)}
     cache, dense = (cache_for(c, **settings, **sizes) for settings in (config.cache, {"compressor": "full"}))
     tokens = min(max(config.micro_tokens, longest), rows * longest)
@@ -623,7 +621,6 @@ def plan(config: Config, inputs: Inputs) -> str:
     else:
         keys, full = (" to ".join(map(str, (x[0], x[-1])[: len(x)])) for x in (budgets, slots))
         eviction = f"a row is cut to {keys} keys whenever it holds budget + buffer = {full}"
-    at_once = min(rows, max(config.rollout_rows, config.group_size))
     return "\n".join(
         [
             f"model     {config.model}: {need['parameters']:,} parameters, {config.dtype}",
@@ -632,7 +629,7 @@ def plan(config: Config, inputs: Inputs) -> str:
             f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} "
             f"tokens ({rows * config.max_new_tokens:,} in all), {config.updates} update(s); {config.steps} steps",
             f"KV cache  {config.compressor} {megabytes(need['cache'])}, dense {megabytes(need['dense cache'])} "
-            f"({at_once} rows at once)",
+            f"({config.rows_at_once} rows at once)",
             f"eviction  {eviction}",
         ]
     )
@@ -696,7 +693,7 @@ def open_run(job: Job) -> tuple[list[dict], list[dict]]:
         evaluations = [e for e in evaluations if e["step"] < job.start]  # of the two lines one was never written
     for name, records in zip(RECORDS, (metrics, evaluations, samples), strict=True):
         if (job.folder / name).exists():
-            write_lines(job.folder / name, records)
+            write_whole(job.folder / name, as_lines(records))
     write_json(job.folder / "config.json", asdict(replace(job.config, resume="", dry_run=False)))
     return metrics, evaluations
 
@@ -790,12 +787,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     with one_sentence("train.py"):
         config = settle(config, given)
-        pick_device(config.device, config.threads)
+        device = pick_device(config.device, config.threads)
         inputs = read(config)
         print(plan(config, inputs))
         if config.dry_run:
             return
-        job = load(config, inputs)
+        job = load(config, inputs, device)
         records = open_run(job)
         print(f"run       {job.folder}/ from step {job.start}", flush=True)
     advice = f". What is saved is whole; go on with: python train.py --resume {job.folder}"

@@ -288,7 +288,7 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
     """Tokens/s of scoring and of forward and backward, and their share of the rate of the matrix products alone."""
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
     B, T = config.learner_rows, config.numbers("lengths")[0]
-    tokens = torch.randint(model.config.vocab_size, (B, T), device=device, generator=None)
+    tokens = torch.randint(model.config.vocab_size, (B, T), device=device)
     matrices = linears(model)
     inputs = [torch.randn(B * T, weight.shape[1], device=device, dtype=dtype) for weight in matrices]
 
@@ -339,16 +339,10 @@ def measure_memory(model: Decoder, config: Settings) -> list[dict]:
 
 
 def shown(record: dict) -> list[str]:
-    """A line of a table: bytes in MiB, shares with two digits, speeds without."""
+    """A line of a table: bytes in MiB, speeds in whole tokens, other floats with two digits."""
+    form = {"keys_and_values": megabytes, "beside": megabytes, "tokens_per_second": "{:.0f}".format}
     return [
-        megabytes(value)
-        if name in ("keys_and_values", "beside")
-        else f"{value:.0f}"
-        if name == "tokens_per_second"
-        else f"{value:.2f}"
-        if isinstance(value, float)
-        else str(value)
-        for name, value in record.items()
+        form.get(name, "{:.2f}".format if isinstance(value, float) else str)(value) for name, value in record.items()
     ]
 
 
