@@ -136,6 +136,16 @@ def test_an_update_without_signal_leaves_the_weights_alone(files, tmp_path, monk
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_an_all_rejected_step_leaves_the_weights_alone(files, tmp_path, monkeypatch):
+    """It is skipped and counted, like a step without signal."""
+    monkeypatch.setattr("grpo.rejection_mask", lambda logp_old, *_: torch.zeros(len(logp_old), dtype=torch.bool))
+    out = run(files, tmp_path / "run", "--steps", "2", "--eval-data", "")
+    metrics = lines(out / "metrics.jsonl")
+    assert [(m["rejected"], m["updates_skipped"], m["updates_not_finite"]) for m in metrics] == [(1, 1, 0)] * 2
+    before, after = (load_model(p) for p in (files / "model", out / "checkpoints" / "step-000002"))
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
 def test_problems_are_shuffled_passes_and_nothing_is_dropped():
     """Any number of prompts a step works; each pass shows every problem once (nanochat drops the remainder)."""
     picked = [i for step in range(7) for i in train.pick_problems(5, 3, step, seed=0)]
