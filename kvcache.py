@@ -92,32 +92,22 @@ class Held:
 def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     """The slots that survive, (B, K, budget), in increasing order.
 
-    The window always survives, unused slots never do; equal scores keep the newer key (max-pooling makes
-    plateaus, so ties are common, and top-k would settle them differently on each backend).
+    The window always survives, unused slots never do, and a score that is not a number is the lowest; equal scores
+    keep the newer key (max-pooling makes plateaus, so ties are common, and top-k would settle them differently on
+    each backend). Raises ValueError unless there is a score for each slot.
     """
     older, used = held.older, held.used
-    ranked = wide(scores).clamp(min=torch.finfo(torch.float32).min)  # -inf stays above an unused slot
-    ranked = ranked.masked_fill(used & ~older, math.inf).masked_fill(~used, -math.inf)
+    if scores.shape != used.shape:
+        raise ValueError(f"a policy scores each slot: shape (B, K, S) = {(*used.shape,)}, not {(*scores.shape,)}")
+    scores = wide(scores)
+    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities too: between the window and the unused
+    ranked = finite.masked_fill(used & ~older, math.inf).masked_fill(~used, -math.inf)
     # A stable sort keeps the first of equals: reversed slots put the newest first.
     order = ranked.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :budget]
     return (ranked.shape[-1] - 1 - order).sort(-1).values
 
 
 # -------------------------------------------------------------------------------------------------- the policies
-
-
-def window_logits(held: Held) -> Tensor:
-    """q k / sqrt(D) of the window's queries over all held keys, (B, K, H/K, W, S), -inf for a later key."""
-    keys = held.keys
-    queries = held.queries.unflatten(1, (keys.shape[1], -1))  # (B, K, H/K, W, D)
-    logits = queries.flatten(2, 3) @ keys.mT / math.sqrt(keys.shape[-1])  # (B, K, H/K * W, S)
-    later = held.positions[:, :, None, :] > held.query_positions[:, None, :, None]  # (B, K, W, S)
-    return wide(logits).unflatten(2, queries.shape[2:4]).masked_fill(later[:, :, None], -math.inf)
-
-
-def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
-    """Each older slot takes the largest score within kernel // 2 slots of it; the window takes no part."""
-    return F.max_pool1d(scores.masked_fill(~held.older, -math.inf), kernel, stride=1, padding=kernel // 2)
 
 
 def streaming(held: Held, sinks: int = 4) -> Tensor:
@@ -146,6 +136,20 @@ def h2o(held: Held) -> Tensor:
     return held.state
 
 
+def window_logits(held: Held) -> Tensor:
+    """q k / sqrt(D) of the window's queries over all held keys, (B, K, H/K, W, S), -inf for a later key."""
+    keys = held.keys
+    queries = held.queries.unflatten(1, (keys.shape[1], -1))  # (B, K, H/K, W, D)
+    logits = queries.flatten(2, 3) @ keys.mT / math.sqrt(keys.shape[-1])  # (B, K, H/K * W, S)
+    later = held.positions[:, :, None, :] > held.query_positions[:, None, :, None]  # (B, K, W, S)
+    return wide(logits).unflatten(2, queries.shape[2:4]).masked_fill(later[:, :, None], -math.inf)
+
+
+def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
+    """Each older slot takes the largest score within kernel // 2 slots of it; the window takes no part."""
+    return F.max_pool1d(scores.masked_fill(~held.older, -math.inf), kernel, stride=1, padding=kernel // 2)
+
+
 def snapkv(held: Held, kernel: int = 7) -> Tensor:
     """SnapKV (2404.14469): attention that the W newest queries pay, smoothed over neighbouring keys.
 
@@ -164,8 +168,8 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
     softmax, and the softmax runs over the older keys only. Redundancy is the mean cosine between a key and every
     held key, after the newest similar key of each (cosine > `threshold`) was let off, as a softmax over held keys.
     The threshold does not remove small cosines from the mean. Where a key has no similar one, the public code lets
-    off slot 0 instead, which is a slip; here nothing is let off. Cosines are taken `chunk` rows at a time, so that
-    S x S of them never exist.
+    off slot 0 instead, which is a slip; here nothing is let off. Cosines are taken for `chunk` keys at a time, so
+    that S x S of them never exist.
     """
     logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
     importance = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1).mean(dim=2)  # (B, K, S)
@@ -174,9 +178,9 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
     inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
     slots = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
     total = torch.zeros_like(inverse)
-    for rows in slots.split(chunk):  # how similar every key is to key i, a few i at a time
-        apart = used[:, :, rows, None] & used[:, :, None] & (rows[:, None] != slots)
-        cosine = keys[:, :, rows] @ keys.mT * inverse[:, :, rows, None] * inverse[:, :, None]  # (B, K, chunk, S)
+    for some in slots.split(chunk):  # how similar every key is to key i, for some i
+        apart = used[:, :, some, None] & used[:, :, None] & (some[:, None] != slots)
+        cosine = keys[:, :, some] @ keys.mT * inverse[:, :, some, None] * inverse[:, :, None]  # (B, K, chunk, S)
         cosine = cosine.masked_fill(~apart, 0)
         newest_similar = torch.where(cosine > threshold, slots, -1).amax(-1, keepdim=True)  # -1 if there is none
         total += cosine.masked_fill(slots == newest_similar, 0).sum(dim=2)
@@ -312,7 +316,8 @@ class LayerCache:
 
         full = (self.length[:B] == self.slots).nonzero()[:, 0]
         if self.policy.score and len(full):
-            self._cut(self.parts, slice(0, B) if len(full) == B else full.to(device), positions[:, 0] + 1)
+            rows = slice(0, B) if len(full) == B else full.to(device)  # a slice is a view: nothing is copied to score
+            self._cut(self.parts, rows, positions[:, 0] + 1)
             self.length[full] = self.budget
         return out.flatten(1, 2)[:, :, None]  # (B, H, 1, D)
 
@@ -345,7 +350,8 @@ class LayerCache:
         if not self.policy.queries:
             return
         B, _, T, _ = queries.shape
-        newest = positions.amax(1, keepdim=True) - torch.arange(min(self.window, T), device=positions.device)  # (B, W)
+        # (B, W); below 0 for a prompt shorter than W: such a place is written again long before the row can be cut
+        newest = positions.amax(1, keepdim=True) - torch.arange(min(self.window, T), device=positions.device)
         source = (newest - positions[:, :1]).clamp(min=0)[:, None, :, None]  # index along T
         picked = queries.gather(2, source.expand(-1, queries.shape[1], -1, queries.shape[3]))  # (B, H, W, D)
         rows, place = torch.arange(B, device=positions.device)[:, None], newest % self.window
@@ -373,6 +379,7 @@ class LayerCache:
         for name in PER_SLOT:
             if name in source:
                 self.parts[name][rows, :, : self.budget] = source[name][index, heads, kept]
+                # attention weights of 0 do not hide what is left in an unused slot if it is inf or NaN: 0 * inf is NaN
                 self.parts[name][rows, :, self.budget :] = EMPTY if name == "positions" else 0
 
 

@@ -70,6 +70,11 @@ def ties_to_the_older(patch):
     patch.setattr(test_kvcache, "choose", choose)
 
 
+def not_a_number_wins(patch):
+    """Clamped, NaN stays NaN, and a descending sort puts it first: the window goes."""
+    patch.setattr(torch.Tensor, "nan_to_num", lambda x, nan: x.clamp(min=nan))
+
+
 def forget_the_window(patch):
     """The newest tokens compete with the others."""
     patch.setattr(kvcache.Held, "older", kvcache.Held.used)

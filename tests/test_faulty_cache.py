@@ -30,6 +30,7 @@ CAUGHT = [
     (faulty.rotate_at_keys_kept, partial(replay, "snapkv")),
     (faulty.repeat_keys_for_gqa, partial(exact_bytes, "snapkv", torch.float32)),
     (faulty.ties_to_the_older, cache.test_equal_scores_keep_the_newer),
+    (faulty.not_a_number_wins, partial(cache.test_no_score_evicts_the_window_or_keeps_an_unused_slot, torch.nan)),
     (faulty.forget_the_window, of_run(cache.test_newest_window_always_survives, "h2o")),
     (faulty.forget_the_sinks, cache.test_streaming_keeps_four_sinks_and_the_newest),
     (faulty.first_head_decides, cache.test_each_layer_and_each_head_chooses_for_itself),

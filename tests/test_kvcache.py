@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass, replace
 from functools import partial
@@ -345,6 +346,26 @@ def test_equal_scores_keep_the_newer():
         scores = torch.randint(3, (1, 1, 12), generator=seeded(seed)).float()
         expected = slow.survivors(dict(enumerate(scores[0, 0, :10].tolist())), list(range(12)), 2, 5)
         assert choose(scores, held, budget=5)[0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, torch.finfo(torch.float64).min])
+def test_no_score_evicts_the_window_or_keeps_an_unused_slot(value):
+    """A policy of one's own may give anything: a score that is not a number is the lowest, infinities are scores."""
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, EMPTY, EMPTY], dtype=torch.int32)[None, None]
+    held = Held({"positions": positions}, slice(0, 1), window=2)
+    scores = torch.arange(10.0, dtype=torch.float64)[None, None]
+    scores[..., :4] = value
+    expected = [2, 3, 6, 7] if value == math.inf else [4, 5, 6, 7]
+    assert choose(scores, held, budget=4)[0, 0].tolist() == expected
+    assert choose(torch.full_like(scores, value), held, budget=4)[0, 0].tolist() == [4, 5, 6, 7]
+
+
+def test_scores_of_another_shape_are_refused():
+    """A score per row, say, would be broadcast without a word: every head would keep the same keys."""
+    held = Held({"positions": torch.arange(6).int().expand(1, 2, 6)}, slice(0, 1), window=2)
+    for shape in ((1, 1, 6), (6,), (1, 2, 4), (2, 2, 6)):
+        with pytest.raises(ValueError, match=r"shape \(B, K, S\) = \(1, 2, 6\), not"):
+            choose(torch.zeros(shape), held, budget=4)
 
 
 def test_streaming_keeps_four_sinks_and_the_newest():

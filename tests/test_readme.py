@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+
+import torch
+from safetensors.torch import load_file
 
 import kvcache
 from eval import ASSETS
@@ -11,15 +15,22 @@ ROOT = ASSETS.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_code_for_a_new_policy_runs(tmp_path, monkeypatch):
-    """The block defines a scoring function, registers it and trains one step with it."""
+def test_the_code_for_a_new_policy_trains_with_it(tmp_path, monkeypatch):
+    """The block defines a scoring function, registers it, evicts by it and moves the weights once."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").symlink_to(ASSETS)
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     try:
         exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     finally:
-        kvcache.COMPRESSORS.pop("keynorm", None)
-    assert list(tmp_path.glob("runs/*/checkpoints/step-000001/model.safetensors"))
+        kvcache.COMPRESSORS.pop("valueaware", None)
+    (run,) = tmp_path.glob("runs/*")
+    (metrics,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert metrics["kv_saved"] > 0.3 and metrics["updates_skipped"] == 0
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (ASSETS / "model", run / "checkpoints/step-000001")
+    )
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_every_test_that_the_readme_names_exists():
