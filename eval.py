@@ -449,7 +449,7 @@ def evaluate(
     """Accuracy of `samples` responses to each problem: (summary, one record a response).
 
     extract: how the answer is found, one of EXTRACTORS. settings: those of `sample_responses` and `rollout`.
-    The standard error is over problems.
+    The standard error is over problems, None for a single one.
     """
     prompts = encode(problems, tokenizer, template)
     generator = torch.Generator().manual_seed(seed)
@@ -460,6 +460,7 @@ def evaluate(
         records.append(
             {
                 "problem": i // samples,
+                "prompt": render(problem.prompt, tokenizer, template),
                 "response": text,
                 "extracted": EXTRACTORS[extract](text),
                 "answer": problem.answer,
@@ -472,7 +473,7 @@ def evaluate(
     means = right.double().mean(1)
     summary = {
         "accuracy": float(means.mean()),
-        "stderr": float(means.std() / len(means) ** 0.5) if len(means) > 1 else float("nan"),
+        "stderr": float(means.std() / len(means) ** 0.5) if len(means) > 1 else None,
         "problems": len(problems),
         "samples": samples,
         "boxed": sum(extract_answer(record["response"]) is not None for record in records) / len(records),
@@ -491,9 +492,14 @@ def evaluate(
     return summary, records
 
 
+def names(compressors: str) -> list[str]:
+    """The KV policies in a text with commas between them."""
+    return [name.strip() for name in compressors.split(",")]
+
+
 def dense_and_sparse(model, tokenizer, eos_ids, problems, *, compressor: str, budget: int, **settings) -> dict:
     """`evaluate` with dense decoding and with each compressor (names, by commas): {name: (summary, records)}."""
-    modes = {"dense": "full"} | {f"{name}-{budget}": name for name in compressor.split(",") if name != "full"}
+    modes = {"dense": "full"} | {f"{name}-{budget}": name for name in names(compressor) if name != "full"}
     return {
         name: evaluate(model, tokenizer, eos_ids, problems, compressor=mode, budget=budget, **settings)
         for name, mode in modes.items()
@@ -627,14 +633,22 @@ def enough_memory():
 
 
 def table(head: list[str], rows: list[list]) -> str:
-    """Rows as aligned text; floats with three decimals."""
-    cells = [head, *([f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows)]
+    """Rows as aligned text; floats with three decimals, nothing for None."""
+    cells = [
+        head,
+        *([f"{c:.3f}" if isinstance(c, float) else str("" if c is None else c) for c in row] for row in rows),
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
         for r in cells
     ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def plus_minus(mean: float, stderr: float | None) -> str:
+    """A mean and, if there is one, its standard error."""
+    return f"{mean:.3f}" + ("" if stderr is None else f" +- {stderr:.3f}")
 
 
 def megabytes(count: float) -> str:
@@ -645,7 +659,8 @@ def megabytes(count: float) -> str:
 MAX_PROMPT = "problems with a longer prompt are left out and counted; 0 takes all"
 TEMPLATE = (
     "how a prompt becomes text: none, chatml, llama3, boxed (a chat with the request for \\boxed{}), or a text of your "
-    "own that holds {question}; auto takes text as it is and lays messages out as the model's tokenizer asks"
+    "own that holds {question} and asks for the box itself; auto takes text as it is and lays messages out as the "
+    "model's tokenizer asks"
 )
 
 
@@ -693,7 +708,7 @@ class EvalConfig:
     def __post_init__(self):
         check_options(self)
         check_template(self.template)
-        for name in self.compressor.split(","):
+        for name in names(self.compressor):
             check_settings(name, self.budget, self.buffer, self.window)
         if 0 < self.temperature < 1e-3:
             raise ValueError(f"--temperature must be 0 (greedy) or at least 0.001, not {self.temperature}")
@@ -760,7 +775,7 @@ def details(results: dict[str, dict]) -> str:
     passes = [name for name in results["dense"] if name.startswith("pass@")]
     columns = ["accuracy", "stderr", *passes, "boxed", "truncated", "response_length", "kv_saved"]
     rows = [
-        [name, *(float(s[c]) for c in columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
+        [name, *(s[c] for c in columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
         for name, s in results.items()
     ]
     return table(["decoding", *columns, "cache", "tokens/s"], rows)

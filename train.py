@@ -51,6 +51,7 @@ from eval import (
     option,
     parse_config,
     pick_device,
+    plus_minus,
     render,
     sample_responses,
     table,
@@ -353,7 +354,7 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
         "step": step + 1,
         **reward_metrics(rewards, config.group_size),
         **mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon),
-        "entropy": float(entropy[r.mask].mean()),
+        "entropy": float(entropy[r.mask].nanmean().nan_to_num()),
         **{name: sum(report[name] for report in done) / max(1, len(done)) for name in names},
         "updates_skipped": sum(report["skipped"] for report in reports),
         "updates_not_finite": sum(report["not_finite"] for report in reports),
@@ -660,7 +661,7 @@ def summary(job: Job, metrics: list[dict], evaluations: list[dict]) -> str:
         rows = []
         for before in (e for e in evaluations if e["step"] == first):
             after = next(e for e in evaluations if (e["step"], e["decoding"]) == (last, before["decoding"]))
-            cells = [f"{e['accuracy']:.3f} +- {e['stderr']:.3f}" for e in (before, after)]
+            cells = [plus_minus(e["accuracy"], e["stderr"]) for e in (before, after)]
             rows.append([before["decoding"], *cells, after["kv_saved"], megabytes(after["cache_bytes"])])
         lines.append(f"greedy accuracy on {before['problems']} held-out problems of {job.config.eval_data}")
         lines.append(table(["decoding", f"step {first}", f"step {last}", "kv saved", "cache"], rows) + "\n")

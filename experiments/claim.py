@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from plot import draw, pyplot, read_run, series
 
-from eval import ASSETS, check_options, flag, one_sentence, option, parse_config, table, write_json
+from eval import ASSETS, check_options, flag, one_sentence, option, parse_config, plus_minus, table, write_json
 from train import checkpoints
 
 ROOT = ASSETS.parent
@@ -74,7 +74,7 @@ SERVE_POLICIES, SERVE_BUDGETS, SERVE_LIMIT = "snapkv,rkv,streaming", (64, 72, 84
 def collapsed(run: dict) -> bool:
     """A run collapsed if its final dense greedy accuracy is over two standard errors below the starting model's."""
     start, *_, final = (e for e in run["evaluations"] if e["decoding"] == "dense")
-    return final["accuracy"] < start["accuracy"] - 2 * start["stderr"]
+    return final["accuracy"] < start["accuracy"] - 2 * (start["stderr"] or 0)
 
 
 # ------------------------------------------------------------------------------------------------- the plan
@@ -284,9 +284,7 @@ def paired(runs: list[dict], others: list[dict]) -> dict | None:
 
 def shown_mean(value: dict | None) -> str:
     """Mean +- standard error as text."""
-    if value is None:
-        return ""
-    return f"{value['mean']:.3f}" + (f" +- {value['stderr']:.3f}" if value["stderr"] is not None else "")
+    return "" if value is None else plus_minus(value["mean"], value["stderr"])
 
 
 def report(results: list[dict], total: int, config: Settings) -> None:

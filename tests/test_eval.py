@@ -97,6 +97,36 @@ def test_accuracy_and_standard_error_are_over_problems(monkeypatch):
     assert summary["stderr"] == pytest.approx(0.75 / 2)  # std of (1, 0.25), which is 0.75 / sqrt(2), over sqrt(2)
     assert summary["pass@2"] == pytest.approx((1 + 0.5) / 2)
     assert [record["problem"] for record in records] == [0] * 4 + [1] * 4
+    assert [record["prompt"] for record in records] == ["a"] * 4 + ["b"] * 4
+
+
+def test_results_of_one_problem_are_json(tmp_path, monkeypatch, capsys):
+    """A single problem has no standard error; NaN is no JSON. Blanks between the policies' names do no harm."""
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "8",
+        "--budget",
+        "16",
+        "--buffer",
+        "4",
+        "--out",
+        "e",
+        "--threads",
+        "1",
+        "--compressor",
+    ]
+    evaluation.main([*arguments, "snapkv, streaming"])
+
+    def refuse(name: str):
+        raise AssertionError(f"{name} is no JSON")
+
+    results = json.loads((tmp_path / "e" / "results.json").read_text(), parse_constant=refuse)["results"]
+    assert results["long-heldout"].keys() == {"dense", "snapkv-16", "streaming-16"}
+    assert all(mode["stderr"] is None for mode in results["long-heldout"].values())
+    assert "nan" not in capsys.readouterr().out and (tmp_path / "e" / "responses-long-heldout-snapkv-16.jsonl").exists()
 
 
 @pytest.mark.parametrize(("extract", "accuracy"), [("boxed", 0.0), ("last-number", 1.0)])
