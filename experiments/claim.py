@@ -3,6 +3,7 @@
     python experiments/claim.py            dense, naive and sparse-rl, one seed
     python experiments/claim.py --full     six arms, five seeds
     python experiments/claim.py --map      naive, sparse-rl and dense over budgets and learning rates, two seeds
+    python experiments/claim.py --ideas    three changes to sparse-rl, five seeds
     python experiments/claim.py --serve    the models of --full, decoded dense and with compressed caches
 
 Every run is `python train.py ... --threads 1` (or eval.py) in a process of its own, --workers at a time. Started again,
@@ -65,6 +66,11 @@ ARMS = {
     "reweight": {"correction": "reweight"},
     "released": {"correction": "released"},
 }
+IDEAS = {  # sparse-rl with one change each
+    "baseline-of-accepted": {"correction": "sparse-rl", "baseline": "accepted"},
+    "step-by-survivors": {"correction": "sparse-rl", "scale_step": True},
+    "xi-cap-1.5": {"correction": "sparse-rl", "xi_cap": 1.5},
+}
 THREE = ("dense", "naive", "sparse-rl")
 SEEDS = (1, 2, 3, 4, 5)
 MAP_BUDGETS, MAP_LRS, MAP_SEEDS = (64, 72, 84), (5e-4, 1e-3, 2.5e-4), (1, 2)
@@ -86,6 +92,7 @@ class Settings:
 
     full: bool = option(False, f"the headline: all of {', '.join(ARMS)}, five seeds")
     map: bool = option(False, "budgets x learning rates, two seeds")
+    ideas: bool = option(False, f"sparse-rl with one change each: {', '.join(IDEAS)}, five seeds")
     serve: bool = option(False, "evaluate the final models of --full, dense and with compressed caches")
     seeds: str = option("", "other seeds, with commas between")
     workers: int = option(0, "processes at a time, one thread each; 0 takes the number of cores", at_least=0)
@@ -93,15 +100,15 @@ class Settings:
 
     def __post_init__(self):
         check_options(self)
-        if self.full + self.map + self.serve > 1:
-            raise ValueError("--full, --map and --serve are separate parts: give one")
+        if self.full + self.map + self.ideas + self.serve > 1:
+            raise ValueError("--full, --map, --ideas and --serve are separate parts: give one")
         if not re.fullmatch(r"(\d{1,9}(,\d{1,9})*)?", self.seeds):
             raise ValueError(f"--seeds must be numbers with commas between, not {self.seeds!r}")
 
     @property
     def part(self) -> str:
         """The name of the part, and of its results."""
-        return next((name for name in ("full", "map", "serve") if getattr(self, name)), "default")
+        return next((name for name in ("full", "map", "ideas", "serve") if getattr(self, name)), "default")
 
     def seeds_or(self, fixed: tuple[int, ...]) -> list[int]:
         """The seeds given, else the fixed ones."""
@@ -110,7 +117,7 @@ class Settings:
 
 def run_settings(arm: str, seed: int, budget: int, lr: float) -> dict:
     """The train.py settings of a run; dense has no budget."""
-    settings = BASE | ARMS[arm] | {"lr": lr, "seed": seed}
+    settings = BASE | (ARMS | IDEAS)[arm] | {"lr": lr, "seed": seed}
     return settings if settings["compressor"] == "full" else settings | {"budget": budget}
 
 
@@ -126,8 +133,9 @@ def planned(config: Settings) -> dict[str, tuple[str, dict]]:
         cells = [(arm, budget, lr) for lr in MAP_LRS for budget in MAP_BUDGETS for arm in THREE]
         seeds = config.seeds_or(MAP_SEEDS)
     else:
-        cells = [(arm, BUDGET, LR) for arm in (ARMS if config.full or config.serve else THREE)]
-        seeds = config.seeds_or(SEEDS if config.full or config.serve else SEEDS[:1])
+        arms = [*THREE, *IDEAS] if config.ideas else ARMS if config.full or config.serve else THREE
+        cells = [(arm, BUDGET, LR) for arm in arms]
+        seeds = config.seeds_or(SEEDS if config.full or config.ideas or config.serve else SEEDS[:1])
     runs = [(arm, run_settings(arm, seed, budget, lr)) for seed in seeds for arm, budget, lr in cells]
     return {run_name(arm, settings): (arm, settings) for arm, settings in runs}
 
@@ -149,7 +157,8 @@ def commit() -> str:
 
 def arguments(settings: dict) -> list[str]:
     """Settings as command-line arguments; folders of the repository as seen from its root."""
-    return [word for name, value in settings.items() for word in (flag(name), shown(value))]
+    words = {name: [] if value is True else [shown(value)] for name, value in settings.items()}
+    return [word for name, value in words.items() for word in (flag(name), *value)]
 
 
 def shown(value) -> str:

@@ -103,22 +103,8 @@ def test_accuracy_and_standard_error_are_over_problems(monkeypatch):
 def test_results_of_one_problem_are_json(tmp_path, monkeypatch, capsys):
     """A single problem has no standard error; NaN is no JSON. Blanks between the policies' names do no harm."""
     monkeypatch.chdir(tmp_path)
-    arguments = [
-        "--limit",
-        "1",
-        "--max-new-tokens",
-        "8",
-        "--budget",
-        "16",
-        "--buffer",
-        "4",
-        "--out",
-        "e",
-        "--threads",
-        "1",
-        "--compressor",
-    ]
-    evaluation.main([*arguments, "snapkv, streaming"])
+    arguments = ["--limit=1", "--max-new-tokens=8", "--budget=16", "--buffer=4", "--out=e", "--threads=1"]
+    evaluation.main([*arguments, "--compressor=snapkv, streaming"])
 
     def refuse(name: str):
         raise AssertionError(f"{name} is no JSON")
