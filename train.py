@@ -379,7 +379,8 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
     }
     accepted = correct(logp_old, r.logp_sparse, r.mask, config.correction, epsilon=config.epsilon).accepted
     log_xi = log_ratio(logp_old, r.logp_sparse, r.mask)  # (N, R)
-    extremes = {"xi_min": log_xi.amin(1).exp(), "xi_max": log_xi.amax(1).exp(), "logp_min": logp_old.amin(1)}  # (N,)
+    low, high = (log_xi.masked_fill(~r.mask, beyond) for beyond in (math.inf, -math.inf))  # padding is no extreme
+    extremes = {"xi_min": low.amin(1).exp(), "xi_max": high.amax(1).exp(), "logp_min": logp_old.amin(1)}  # (N,)
     records = [
         {
             "step": step + 1,
@@ -481,7 +482,7 @@ def resumed(config: Config, given: dict) -> Config:
     try:
         stored = Config(**settings)
     except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
+        raise ValueError(f"{file} cannot be resumed: {error}") from None
     changed = [
         f"{flag(name)} {getattr(stored, name)} -> {value}"
         for name, value in given.items()
@@ -695,6 +696,7 @@ def open_run(job: Job) -> tuple[list[dict], list[dict]]:
     """Make the run folder, or cut a resumed one's records back to its checkpoint: (metrics, evaluations) so far."""
     if not job.config.resume:
         new_folder(job.folder)
+    (job.folder / "checkpoints").mkdir(exist_ok=True)  # better refused now than after some steps
     metrics, evaluations, samples = (read_lines(job.folder / name, job.start) for name in RECORDS)
     if any(m.keys() != metrics[0].keys() or "updates_not_finite" not in m for m in metrics):
         raise ValueError(f"{job.folder}/metrics.jsonl is damaged: its lines have not the same entries")

@@ -19,6 +19,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from claim import shown
+
 from eval import (
     ASSETS,
     check_options,
@@ -110,7 +113,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = [[r["compressor"], r["budget"] or "", *(f"{r[c]:.4f}" for c in columns)] for r in results]
     print(table(["policy", "budget", *columns], rows))
     if config.out:
-        Path(config.out).write_text(json.dumps({"settings": asdict(config), "results": results}, indent=2) + "\n")
+        settings = asdict(config) | {name: shown(getattr(config, name)) for name in ("model", "data")}
+        Path(config.out).write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -557,12 +557,20 @@ RUNS = [
     in_files(stored(lr=DELETED), "run/config.json has no 'lr': name a run folder", stored(lr=0.01), "resume"),
     in_files(stored(learning_rate=1), "run/config.json has an unknown 'learning_rate': name a", {}, "resume"),
     in_files(
-        stored(steps=True), "run/config.json is damaged: --steps must be int, not True", stored(steps=1), "resume"
+        stored(steps=True),
+        "run/config.json cannot be resumed: --steps must be int, not True",
+        stored(steps=1),
+        "resume",
     ),
-    in_files(stored(lr="1"), "run/config.json is damaged: --lr must be float, not '1'", stored(kl_coef=0), "resume"),
-    in_files(stored(eval_data=5), "run/config.json is damaged: --eval-data must be str, not 5", {}, "resume"),
     in_files(
-        stored(compressor="x"), "run/config.json is damaged: --compressor must be one of full, streaming", {}, "resume"
+        stored(lr="1"), "run/config.json cannot be resumed: --lr must be float, not '1'", stored(kl_coef=0), "resume"
+    ),
+    in_files(stored(eval_data=5), "run/config.json cannot be resumed: --eval-data must be str, not 5", {}, "resume"),
+    in_files(
+        stored(compressor="x"),
+        "run/config.json cannot be resumed: --compressor must be one of full, streaming",
+        {},
+        "resume",
     ),
     in_files(
         stored(seed=1),

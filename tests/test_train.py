@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,16 @@ def test_an_all_rejected_step_leaves_the_weights_alone(files, tmp_path, monkeypa
     assert [(m["rejected"], m["updates_skipped"], m["updates_not_finite"]) for m in metrics] == [(1, 1, 0)] * 2
     before, after = (load_model(p) for p in (files / "model", out / "checkpoints" / "step-000002"))
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_the_extremes_of_xi_are_those_of_the_sampled_tokens(files, tmp_path, monkeypatch):
+    """Every xi is 0.5: padding, whose ratio counts as 1 elsewhere, is neither smallest nor largest."""
+    halved = lambda decoder, r, config: ((r.logp_sparse + math.log(0.5)) * r.mask, torch.zeros_like(r.logp_sparse))  # noqa: E731
+    monkeypatch.setattr(train, "score", halved)
+    records = lines(run(files, tmp_path / "run", "--steps", "1", "--eval-data", "") / "samples.jsonl")
+    assert len({record["tokens"] for record in records}) > 1
+    for record in records:
+        assert (record["xi_min"], record["xi_max"]) == pytest.approx((0.5, 0.5), abs=1e-6)
 
 
 def test_problems_are_shuffled_passes_and_nothing_is_dropped():
