@@ -202,7 +202,7 @@ def rollout(
         if len(rows) == 0 or t + 1 == max_new_tokens:
             break
         positions = (prompt_lengths[rows] + t)[:, None].to(device)  # the number of tokens seen
-        logits = model.head(model.hidden(token[:, None], positions, cache)[:, 0])  # (B, V)
+        logits = model.head(model.hidden(token[:, None], positions, cache))[:, 0]  # (B, V)
 
     if not logp_sparse.isfinite().all():
         raise FloatingPointError(

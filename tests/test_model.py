@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import model
-from model import Decoder, ModelConfig, load_model, rope_frequencies, save_model
+from model import Decoder, ModelConfig, load_model, project, rope_frequencies, save_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -294,6 +294,16 @@ def test_positions_are_relative_under_rope():
     tokens = torch.arange(9)[None]
     shifted = decoder(tokens, positions=tokens + 40)
     torch.testing.assert_close(shifted, decoder(tokens), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 1, 5), (2, 3, 5)])
+def test_the_product_of_a_decode_step_is_the_usual_one(shape):
+    """(W x^T)^T + b is x W^T + b, for any leading dimensions, gradients included."""
+    x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, (7, 5), (7,)))
+    outputs = [product(x, weight, bias) for product in (project, F.linear)]
+    gradients = [torch.autograd.grad(y.square().sum(), (x, weight, bias)) for y in outputs]
+    for ours, usual in zip(*([y, *g] for y, g in zip(outputs, gradients, strict=True)), strict=True):
+        torch.testing.assert_close(ours, usual)
 
 
 @pytest.mark.parametrize(
