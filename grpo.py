@@ -202,12 +202,13 @@ def correct(
     return Correction(accepted, kept, xi.masked_fill(~kept, 0))
 
 
-def has_signal(advantages: Tensor, correction: Correction) -> Tensor:
-    """0-dim bool: some kept token has an advantage other than 0. Without one an update is skipped whole.
+def teaches(advantages: Tensor, correction: Correction) -> Tensor:
+    """(N,) bool: the response has a kept token and an advantage other than 0. The gradient of all others is 0.
 
-    (AdamW would move the weights at zero gradient, by momentum and weight decay.)
+    An update without such a response is skipped whole: AdamW would move the weights at zero gradient, by momentum
+    and weight decay.
     """
-    return ((advantages != 0)[:, None] & correction.kept).any()
+    return (advantages != 0) & correction.kept.any(1)
 
 
 # --------------------------------------------------------------------------------------------------- the loss

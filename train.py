@@ -65,12 +65,12 @@ from grpo import (
     accepted_advantages,
     correct,
     group_advantages,
-    has_signal,
     log_ratio,
     mismatch_metrics,
     policy_loss,
     response_logprobs,
     reward_metrics,
+    teaches,
 )
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, ModelConfig, load_config, load_model, read_json, save_model
@@ -288,11 +288,14 @@ def update(
     config, device = job.config, job.decoder.embed_tokens.weight.device
     how = {"correction": config.correction, "epsilon": config.epsilon, "xi_cap": config.xi_cap}
     c = correct(logp_old[rows], r.logp_sparse[rows], r.mask[rows], **how)
-    if not has_signal(advantages[rows], c):
+    teaching = teaches(advantages[rows], c)
+    if not teaching.any():
         return {"skipped": 1, "not_finite": 0}
+    # the others count below the line, but nothing needs to be computed for them
+    needed = rows[c.accepted if config.kl_coef else teaching]
     job.optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
-    batches = list(micro_batches(rows, r.prompt_lengths + r.response_lengths, config.micro_tokens))
+    batches = list(micro_batches(needed, r.prompt_lengths + r.response_lengths, config.micro_tokens))
     for batch in tqdm(batches, desc="update", leave=False):
         logp, _ = dense_logprobs(job.decoder, r, batch, config.temperature)
         given = (logp_old, r.logp_sparse, advantages, r.mask)

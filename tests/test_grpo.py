@@ -380,7 +380,7 @@ def test_nothing_left_gives_exact_zeros(policy_loss=grpo.policy_loss):
 
 
 def test_update_without_signal_is_told_apart():
-    """has_signal is false where no kept token has an advantage: AdamW would move at gradient 0."""
+    """No response teaches where no kept token has an advantage: AdamW would move at gradient 0."""
     accepted, rejected, empty = [0.0, 0.0], [-10.0, 0.0], []
     for rows, advantages, expected in [
         ([accepted, accepted], [0, 0], False),
@@ -389,7 +389,7 @@ def test_update_without_signal_is_told_apart():
         ([accepted, rejected], [1, 1], True),
     ]:
         _, logp_old, logp_sparse, A, mask = sampled(rows, advantages)
-        assert bool(grpo.has_signal(A, grpo.correct(logp_old, logp_sparse, mask))) is expected
+        assert bool(grpo.teaches(A, grpo.correct(logp_old, logp_sparse, mask)).any()) is expected
 
 
 def test_loss_of_the_first_update_is_zero_and_its_gradient_is_not(policy_loss=grpo.policy_loss):

@@ -147,6 +147,28 @@ def test_an_all_rejected_step_leaves_the_weights_alone(files, tmp_path, monkeypa
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("kl_coef", ["0", "0.1"])
+def test_only_responses_with_a_gradient_are_computed(kl_coef, files, tmp_path, monkeypatch):
+    """Nothing is computed for rejected ones and those without advantage or KL; the update is as with all of them."""
+    monkeypatch.setattr("grpo.rejection_mask", lambda logp_old, *_: (1e4 * logp_old[:, 0]).long() % 2 == 0)
+    sizes, policy_loss = [], train.policy_loss
+    monkeypatch.setattr(
+        train, "policy_loss", lambda logp, *a, **k: sizes.append(len(logp)) or policy_loss(logp, *a, **k)
+    )
+
+    def step(name: str) -> tuple[float, list[dict], int]:
+        sizes.clear()
+        options = "--steps", "1", "--eval-data", "", "--prompts", "8", "--group-size", "2", "--kl-coef", kl_coef
+        out = run(files, tmp_path / name, "--micro-tokens", "10000", *options)
+        return lines(out / "metrics.jsonl")[0]["grad_norm"], lines(out / "samples.jsonl"), sum(sizes)
+
+    norm, records, computed = step("needed")
+    assert computed == sum(r["accepted"] and (r["advantage"] != 0 or kl_coef != "0") for r in records) < 16
+    assert any(r["accepted"] and r["advantage"] == 0 for r in records)
+    monkeypatch.setattr("train.micro_batches", lambda rows, *_: [torch.arange(16)])
+    assert step("all") == (pytest.approx(norm, rel=1e-5), records, 16)
+
+
 def test_the_extremes_of_xi_are_those_of_the_sampled_tokens(files, tmp_path, monkeypatch):
     """Every xi is 0.5: padding, whose ratio counts as 1 elsewhere, is neither smallest nor largest."""
     halved = lambda decoder, r, config: ((r.logp_sparse + math.log(0.5)) * r.mask, torch.zeros_like(r.logp_sparse))  # noqa: E731
