@@ -46,15 +46,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from model import wide
+
 CORRECTIONS = ("sparse-rl", "released", "reject", "reweight", "none")
 AGGREGATIONS = ("response", "token", "constant")  # GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783
 MAX_LOG_RATIO = 20.0  # of the ratios that enter the loss: exp(20) is large and still far from overflow
 KEEP_TOKENS = (0.5, 1.5)  # "released": tokens with xi outside are dropped, and weights truncated above
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in at least fp32; float64 stays float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 # --------------------------------------------------------------------------------------------------- advantages

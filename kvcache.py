@@ -24,13 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import wide
+
 EMPTY = torch.iinfo(torch.int32).max  # the position of an unused slot: later than any query, so never visible
 PER_SLOT = ("keys", "values", "positions", "state")  # the parts of a cache that move when a row is cut
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in at least fp32: scores and softmax are never taken in half precision."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 # ------------------------------------------------------------------------------------------ what a policy sees

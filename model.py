@@ -186,6 +186,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------- the layers
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in at least fp32; float64 stays float64. Logits, norms, ratios and scores are never taken in half precision."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the statistics in at least fp32."""
 
@@ -195,8 +200,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        return self.weight * F.rms_norm(wide, (x.shape[-1],), eps=self.eps).to(x.dtype)
+        return self.weight * F.rms_norm(wide(x), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -305,8 +309,7 @@ class Decoder(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., hidden), in at least fp32."""
-        logits = project(hidden, self.embed_tokens.weight if self.config.tied else self.lm_head.weight)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return wide(project(hidden, self.embed_tokens.weight if self.config.tied else self.lm_head.weight))
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
         """Logits (B, T, V) of tokens (B, T): `head(hidden(...))`."""

@@ -5,8 +5,9 @@
 
 Parts (--parts):
   rollout   tokens/s of rollouts up to each of --lengths, for each policy and number of --rows
-  decode    one step at the first and the last of --lengths, cuts amortised: against the bare `F.linear` calls of that
-            step, and the time to read its weights and keys and values once at the bandwidth measured here
+  decode    one step at the first and the last of --lengths, cuts amortised: against the bare matrix products of that
+            step (by `F.linear`, and as model.py takes them), and the time to read its weights, keys and values once at
+            the bandwidth measured here
   shares    where a rollout's time goes: prefill, projections, attention, compressing, MLP, head, sampling, the rest
   learner   scoring and update, tokens/s, against the same matrix products alone
   memory    bytes of the cache by part, and how many rows fit into --kv-gib
@@ -25,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -47,7 +49,7 @@ from eval import (
 )
 from grpo import token_logprobs
 from kvcache import COMPRESSORS, LayerCache, check_settings
-from model import MLP, Attention, Decoder, ModelConfig, load_model
+from model import MLP, Attention, Decoder, ModelConfig, load_model, project
 from rollout import cache_for, rollout
 
 PARTS = ("rollout", "decode", "shares", "learner", "memory")
@@ -197,15 +199,16 @@ def measure_decode(model: Decoder, config: Settings) -> list[dict]:
     for rows in config.numbers("rows"):
         inputs = [torch.randn(rows, 1, weight.shape[1], device=device, dtype=dtype) for weight in matrices]
 
-        def products(inputs=inputs) -> None:
+        def products(product: Callable, inputs=inputs) -> None:
             for x, weight in zip(inputs, matrices, strict=True):
-                F.linear(x, weight)
+                product(x, weight)
 
-        names, bare = config.compressors.split(","), []
-        turns = []
+        names, turns, bare = config.compressors.split(","), [], []
+        ways = {"linears": partial(products, F.linear), "products": partial(products, project)}
         for _ in range(config.repeats):
             turns.append({n: steps(model, config, rows, config.numbers("lengths")[-1], n) for n in names})
-            bare.append(medians({"bare": products}, 20)["bare"])
+            bare.append(medians(ways, 20))
+        bare = {way: statistics.median(times[way] for times in bare) for way in ways}
         for name in names:
             for length in (config.numbers("lengths")[0], config.numbers("lengths")[-1]):
                 last = length - config.prompt - 1
@@ -220,8 +223,8 @@ def measure_decode(model: Decoder, config: Settings) -> list[dict]:
                         "rows": rows,
                         "length": length,
                         "step_ms": 1e3 * step,
-                        "linears_ms": 1e3 * statistics.median(bare),
-                        "linears_share": statistics.median(bare) / step,
+                        **{f"{way}_ms": 1e3 * spent for way, spent in bare.items()},
+                        **{f"{way}_share": spent / step for way, spent in bare.items()},
                         "reading_share": reading / step,
                     }
                 )
