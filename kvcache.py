@@ -15,7 +15,6 @@ Shapes: B rows, T tokens, S slots, H query heads, K KV heads, D head dimension, 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,35 +43,43 @@ class Held:
     rows: Tensor | slice  # which rows of `parts` are being cut
     window: int  # W
 
+    def part(self, name: str) -> Tensor:
+        """One part of these rows. Raises ValueError if the policy did not say that it needs it."""
+        if name not in self.parts:
+            raise ValueError(
+                f"nothing is kept as {name} for this policy: say queries=True, or which state, in its Compressor"
+            )
+        return self.parts[name][self.rows]
+
     @property
     def keys(self) -> Tensor:
         """(B, K, S, D), after RoPE."""
-        return self.parts["keys"][self.rows]
+        return self.part("keys")
 
     @property
     def values(self) -> Tensor:
         """(B, K, S, D)."""
-        return self.parts["values"][self.rows]
+        return self.part("values")
 
     @property
     def positions(self) -> Tensor:
         """(B, K, S) int32: place of each key in its sequence, increasing; EMPTY where the slot is unused."""
-        return self.parts["positions"][self.rows]
+        return self.part("positions")
 
     @property
     def state(self) -> Tensor:
         """(B, K, S) fp32: what the policy keeps per key (see `Compressor.state`)."""
-        return self.parts["state"][self.rows]
+        return self.part("state")
 
     @property
     def queries(self) -> Tensor:
         """(B, H, W, D), after RoPE: the W newest queries, in any order (see `query_positions`)."""
-        return self.parts["queries"][self.rows]
+        return self.part("queries")
 
     @property
     def query_positions(self) -> Tensor:
         """(B, W) int32."""
-        return self.parts["query_positions"][self.rows]
+        return self.part("query_positions")
 
     @property
     def used(self) -> Tensor:
@@ -127,8 +134,8 @@ def random(held: Held) -> Tensor:
 def h2o(held: Held) -> Tensor:
     """H2O (2306.14048), heavy hitters: attention received from all queries since the key was cached.
 
-    Summed over queries, averaged over the query heads of a KV head. The paper accumulates; its released code, and
-    the H2O in the R-KV repository, look at the last query only.
+    Summed over queries, averaged over the query heads of a KV head. The paper accumulates; Sparse-RL's released code,
+    and the H2O in the R-KV repository, look at the last query only.
     """
     return held.state
 
@@ -199,8 +206,9 @@ def pyramid_budgets(budget: int, layers: int, window: int, beta: float = 20.0) -
     """
     spread = budget - max(budget / beta, window + 1)  # of the first and the last layer around the mean
     ideal = [budget + spread * (layers - 1 - 2 * layer) / max(1, layers - 1) for layer in range(layers)]
-    sums = [round(total) for total in itertools.accumulate(ideal, initial=0.0)]  # rounded sums keep the total exact
-    return [after - before for before, after in itertools.pairwise(sums)]
+    whole = [math.floor(share) for share in ideal]
+    missing = layers * budget - sum(whole)  # to the same sum: a key more for the first layers
+    return [share + (layer < missing) for layer, share in enumerate(whole)]
 
 
 @dataclass(frozen=True)
@@ -211,7 +219,11 @@ class Compressor:
     queries: bool = False  # keep the W newest queries
     state: str | None = None  # a number per key: "attention" received so far, or a "draw" in [0, 1)
     sinks: int = 0  # slots it promises to the first positions, beyond the window
-    layer_budgets: Callable[[int, int, int], list[int]] = equal_budgets
+    layer_budgets: Callable[[int, int, int], list[int]] = equal_budgets  # of (budget, L, W), with the sum L * budget
+
+    def __post_init__(self):
+        if self.state not in (None, "attention", "draw"):
+            raise ValueError(f"a policy's state is 'attention', 'draw' or None, not {self.state!r}")
 
 
 COMPRESSORS: dict[str, Compressor] = {
@@ -278,8 +290,8 @@ class LayerCache:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         """Store keys and values (B, K, T, D), attend with queries (B, H, T, D), then cut the rows that are full.
 
-        positions (B, T); below 0 is padding on the right, never stored. More than one token (prefill) goes into an
-        empty cache only, and attends to the whole prompt before anything is evicted. Returns (B, H, T, D).
+        positions (B, T). More than one token (prefill) goes into an empty cache only, and attends to the whole prompt
+        before anything is evicted; below position 0 is padding on its right, never stored. Returns (B, H, T, D).
         """
         if queries.shape[2] == 1:
             return self._decode(queries, keys, values, positions)
@@ -360,8 +372,8 @@ class LayerCache:
     def _cut(self, source: dict[str, Tensor], rows: Tensor | slice, seen: Tensor) -> None:
         """Keep `budget` keys of each of these rows of `source`, in order, in the first slots; empty the others.
 
-        One part at a time, so that the temporaries are one layer's surviving keys. `seen (B,)` counts each row's
-        tokens so far.
+        One part at a time: the temporaries are the surviving keys of one layer and, where not all of its rows are
+        cut, a copy of the keys to be scored. `seen (B,)` counts each row's tokens so far.
         """
         held = Held(source, rows, self.window)
         kept = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
@@ -441,7 +453,14 @@ class KVCache:
 
         self.active = rows  # the first `active` rows of every part are in use
         self.layers = []
-        for layer, layer_budget in enumerate(policy.layer_budgets(budget, layers, window)):
+        budgets = policy.layer_budgets(budget, layers, window)
+        least = window + policy.sinks + 1
+        if policy.score and (len(budgets) != layers or sum(budgets) != layers * budget or min(budgets) < least):
+            raise ValueError(
+                f"the layer budgets of {compressor} must be {layers} numbers of at least {least}, with the sum "
+                f"{layers * budget}, not {budgets}"
+            )
+        for layer, layer_budget in enumerate(budgets):
             slots = layer_budget + buffer if policy.score else max_length
             self.layers.append(LayerCache(policy, layer, layer_budget, slots, window, allocate(slots)))
 

@@ -187,7 +187,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in at least fp32; float64 stays float64. Logits, norms, ratios and scores are never taken in half precision."""
+    """x in at least fp32; float64 stays float64. Softmax, norms, ratios and scores are not left to half precision."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -243,12 +243,13 @@ def only_the_first_is_compressed(patch):
 
 
 def capacity_overwritten(patch):
-    """Released pyramidkv: each call scales the last call's capacity."""
+    """Released pyramidkv: each call changes the last call's capacity."""
     calls = []
 
     def budgets(budget, layers, window):
         calls.append(0)
-        return kvcache.pyramid_budgets(budget + 16 * len(calls), layers, window)
+        first, *middle, last = kvcache.pyramid_budgets(budget, layers, window)
+        return [first - len(calls), *middle, last + len(calls)]
 
     replace_policy(patch, "pyramidkv", layer_budgets=budgets)
 

@@ -20,12 +20,16 @@ from eval import encode, load_problems, load_tokenizer
 from kvcache import (
     COMPRESSORS,
     EMPTY,
+    Compressor,
     Held,
     KVCache,
     LayerCache,
     choose,
+    h2o,
     prompt_attention,
     pyramid_budgets,
+    snapkv,
+    streaming,
     uniform_hash,
 )
 from model import load_model
@@ -427,7 +431,9 @@ def test_random_draws_are_uniform_and_apart_for_rows_layers_heads_and_positions(
     assert (correlation - torch.eye(8)).abs().max() < 0.15
 
 
-@pytest.mark.parametrize(("budget", "layers", "window"), [(512, 4, 8), (512, 30, 8), (20, 5, 8), (9, 7, 8), (40, 1, 4)])
+@pytest.mark.parametrize(
+    ("budget", "layers", "window"), [(512, 4, 8), (512, 30, 8), (20, 5, 8), (10, 10, 8), (3, 5, 1), (40, 1, 4)]
+)
 def test_pyramid_budgets_fall_linearly_with_the_same_sum(budget, layers, window):
     """PyramidKV 2406.02069, at the same memory as the others; no layer below its window and one more key."""
     budgets = pyramid_budgets(budget, layers, window)
@@ -435,6 +441,7 @@ def test_pyramid_budgets_fall_linearly_with_the_same_sum(budget, layers, window)
     ideal = torch.linspace(2 * budget - last, last, layers, dtype=torch.float64)
     assert sum(budgets) == layers * budget
     assert (torch.tensor(budgets) - ideal).abs().max() <= 1
+    assert budgets == sorted(budgets, reverse=True)
     assert min(budgets) > window
 
 
@@ -491,8 +498,9 @@ def test_dropped_rows_leave_the_others_whole(compressor):
         assert all(torch.equal(layer.parts[name][:3], part[order]) for name, part in parts.items())
 
 
+@pytest.mark.parametrize("rows", [4, 3])
 @pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "rkv"])
-def test_cut_allocates_at_most_one_layers_survivors(compressor):
+def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
     """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines never exist whole.)"""
     B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16
     cache = KVCache(
@@ -502,8 +510,9 @@ def test_cut_allocates_at_most_one_layers_survivors(compressor):
     q, k = torch.randn(B, H, 1, D, generator=seeded(0)), torch.randn(B, K, 1, D, generator=seeded(1))
     for p in range(budget + buffer - 1):
         cache[0].attend(q, k, k, torch.full((B, 1), p))
+    cache[0].length[rows:] -= 1  # as if their prompts were shorter
     peak = peak_bytes(lambda: cache[0].attend(q, k, k, torch.full((B, 1), budget + buffer - 1)))
-    assert cache[0].length.tolist() == [budget] * B
+    assert cache[0].length.tolist() == [budget] * rows + [budget + buffer - 1] * (B - rows)
     assert 0 < peak <= 2 * B * K * budget * D * 4
 
 
@@ -526,11 +535,34 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentenc
         cache_for(tiny_model().config, 1, 10, **settings)
 
 
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [
+        ({"layer_budgets": lambda budget, layers, window: [budget + 8, budget - 8]}, "2 numbers of at least 9, .* 24"),
+        (
+            {"layer_budgets": lambda budget, layers, window: [budget]},
+            "2 numbers of at least 9, with the sum 24, not .12",
+        ),
+        ({"layer_budgets": lambda budget, layers, window: [budget + 1] * 2}, "with the sum 24, not .13, 13"),
+        ({"score": snapkv}, "nothing is kept as queries for this policy: say queries=True"),
+        ({"score": h2o}, "nothing is kept as state for this policy: say queries=True, or which state"),
+        ({"state": "attn"}, "state is 'attention', 'draw' or None, not 'attn'"),
+    ],
+)
+def test_a_policy_declared_wrongly_is_refused_with_a_sentence(policy, sentence, monkeypatch):
+    """Otherwise the window would not survive, or the scores would be those of another policy."""
+    with pytest.raises(ValueError, match=sentence):
+        monkeypatch.setitem(COMPRESSORS, "mine", Compressor(**{"score": streaming} | policy))
+        cache = cache_for(tiny_model(layers=2).config, 1, 99, compressor="mine", budget=12, buffer=4, window=8)
+        x = torch.randn(1, cache[0].parts["keys"].shape[1], 20, cache[0].parts["keys"].shape[3])
+        cache[0].attend(x, x, x, torch.arange(20)[None])
+
+
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_default_settings_work_together(compressor):
     """R-KV 7: budget 512, buffer 128, window 8 are accepted for every compressor."""
     cache = cache_for(tiny_model().config, 1, 700, compressor=compressor)
-    assert cache[0].slots == {"full": 700, "pyramidkv": 998 + 128}.get(compressor, 640)
+    assert cache[0].slots == {"full": 700, "pyramidkv": 999 + 128}.get(compressor, 640)
 
 
 def test_many_tokens_are_refused_by_a_cache_that_is_not_empty():
