@@ -447,8 +447,9 @@ def test_pyramid_budgets_fall_linearly_with_the_same_sum(budget, layers, window)
 
 def test_a_cache_does_not_change_the_settings_of_the_next():
     """The released pyramidkv overwrites its capacity at every call: 64, 107, 189, crash."""
-    shapes = [cache_for(tiny_model().config, 2, 99, compressor="pyramidkv", **SMALL).nbytes for _ in range(3)]
-    assert shapes[0] == shapes[1] == shapes[2]
+    caches = [cache_for(tiny_model().config, 2, 99, compressor="pyramidkv", **SMALL) for _ in range(3)]
+    slots = [[layer.slots for layer in cache.layers] for cache in caches]
+    assert slots[0] == slots[1] == slots[2]
 
 
 # -------------------------------------------------------------------------------------------------------- memory
