@@ -14,6 +14,7 @@ import contextlib
 import copy
 import json
 import math
+import os
 import random
 import shutil
 import signal
@@ -416,9 +417,17 @@ TOKENIZER_FILES = (
 )
 
 
+def absolute(settings: dict) -> dict:
+    """Settings whose model and data are found from any working directory."""
+    return {
+        name: os.path.abspath(value) if name in ("model", "data", "eval_data") and value else value
+        for name, value in settings.items()
+    }
+
+
 def experiment(config: Config) -> dict:
     """The settings that a resumed run may not change."""
-    return {name: value for name, value in asdict(config).items() if name not in FREE}
+    return absolute({name: value for name, value in asdict(config).items() if name not in FREE})
 
 
 def save_checkpoint(job: Job, step: int) -> None:
@@ -535,7 +544,7 @@ def read(config: Config) -> Inputs:
 def settle(config: Config, given: dict) -> Config:
     """The settings with what they leave open filled in: those of the run to resume, the default held-out file."""
     if config.resume:
-        return resumed(config, given)
+        return resumed(config, absolute(given))
     if config.eval_data is None:
         beside = config.data.replace("-train.", "-heldout.")
         return replace(config, eval_data=beside if beside != config.data and Path(beside).exists() else "")
@@ -708,7 +717,7 @@ def open_run(job: Job) -> tuple[list[dict], list[dict]]:
     for name, records in zip(RECORDS, (metrics, evaluations, samples), strict=True):
         if (job.folder / name).exists():
             write_whole(job.folder / name, as_lines(records))
-    write_json(job.folder / "config.json", asdict(replace(job.config, resume="", dry_run=False)))
+    write_json(job.folder / "config.json", absolute(asdict(replace(job.config, resume="", dry_run=False))))
     return metrics, evaluations
 
 

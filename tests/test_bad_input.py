@@ -713,7 +713,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(file, content
     put({f"run/checkpoints/step-000001/{file}": content})
     train.main(["--resume", "run"])
     said = capsys.readouterr().out
-    assert f"run/checkpoints/step-000001/{file} " in said and sentence in said and "going back to model" in said
+    assert f"run/checkpoints/step-000001/{file} " in said and sentence in said and "going back to /" in said
 
 
 def test_samples_can_be_printed_where_the_terminal_knows_ascii_only(place, tmp_path, monkeypatch):

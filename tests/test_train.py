@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,16 @@ def assert_same_tensors(a: Path, b: Path) -> None:
     for name in ("model.safetensors", "optimizer.safetensors"):
         one, two = (load_file(run / "checkpoints" / "step-000004" / name) for run in (a, b))
         assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_a_run_started_with_relative_paths_is_resumed_from_elsewhere(files, tmp_path, monkeypatch):
+    """config.json names model and data from the root; the same file by another name is no other experiment."""
+    monkeypatch.chdir(files)
+    paths = ["--model", "model", "--data", "p-train.jsonl", "--eval-data", "p-heldout.jsonl", "--eval-limit", "1"]
+    run(files, tmp_path / "run", "--steps", "1", *paths)
+    monkeypatch.chdir(tmp_path)
+    train.main(["--resume", "run", "--steps", "2", "--data", os.path.relpath(files / "p-train.jsonl")])
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 def test_two_steps_and_a_resume_are_four_steps(files, four_steps, tmp_path):
