@@ -29,11 +29,12 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from kvcache import COMPRESSORS, check_settings
-from model import Decoder, load_config, load_model, read_json
+from model import Decoder, ModelConfig, load_config, load_model, read_json
 from rollout import Rollout, rollout
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+ASKED = re.compile(r"\s*Please reason step by step, and put your final answer within \\boxed\{(\{\})?\}\.?\s*$")
 
 # ------------------------------------------------------------------------------------------ problems and prompts
 
@@ -49,7 +50,8 @@ class Problem:
 def reference_answer(row: dict) -> str | None:
     """The reference in a row: `label`, `answer` (after #### if it has that), `final_answer`, or boxed in `solution`.
 
-    A list of one stands for its element. None if there is none; ValueError if it is neither text nor number.
+    A list of one stands for its element, a text with a box for what is in it. None if there is none; ValueError if it
+    is neither text nor number.
     """
     for key in ("label", "answer", "final_answer"):
         value = row.get(key)
@@ -59,7 +61,7 @@ def reference_answer(row: dict) -> str | None:
         if type(value) not in (str, int, float) or value in (math.inf, -math.inf) or value != value:
             raise ValueError(f"`{key}` is {value!r}, an answer is text or a number")
         if text := str(value).split("####")[-1].strip():
-            return text
+            return extract_answer(text) or text
     solution = row.get("solution") or ""
     if not isinstance(solution, str):
         raise ValueError(f"`solution` is {solution!r}, it must be text")
@@ -91,14 +93,15 @@ def load_problems(path) -> list[Problem]:
     except OSError as error:
         raise ValueError(f"cannot read the problems in {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from None
+            what = re.sub(": line 1 .*", "", str(error))
+            raise ValueError(f"{path}, line {number}: not valid JSON ({what}); a line holds one object") from None
         try:
             if not isinstance(row, dict):
                 raise ValueError(f"a problem is a JSON object, not {type(row).__name__}")
@@ -137,17 +140,21 @@ def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, template: s
     none      no layout: text as it is, messages as paragraphs
     chatml    Qwen, SmolLM2;  llama3: Llama 3 to 3.2. No system message is added where a row brings none
     boxed     as auto, but text is a question as well, and the request for \\boxed{} ends it (the paper's evaluation)
-    other     a text of one's own; its {question} becomes the last message without the request for \\boxed{}
+    other     a text of one's own; its {question} becomes the last message without the request for \\boxed{}, and
+              earlier messages, a system message among them, are left out
 
     Raises ValueError if the layout's tokens are unknown to the tokenizer, or stand in the prompt already.
     """
     if isinstance(prompt, str) and template in ("auto", "none"):
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if any(opener in message["content"] for message in messages for opener in OPENERS.values()):
-        raise ValueError("the prompts are laid out as a chat already: use --template none")
+    for text in (message["content"] for message in messages):
+        if any(opener in text for opener in OPENERS.values()):
+            raise ValueError(
+                f"a prompt is laid out as a chat already: use --template none for its file ({text[:60]!r})"
+            )
     *earlier, last = messages
-    question = last["content"].removesuffix(INSTRUCTION)
+    question = ASKED.sub("", last["content"])
     if "{question}" in template:
         return template.replace("\\n", "\n").replace("{question}", question)
     known = [name for name, opener in OPENERS.items() if tokenizer.token_to_id(opener) is not None]
@@ -155,7 +162,10 @@ def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, template: s
         raise ValueError(f"--template {template}: the tokenizer has no {OPENERS[template]}, so choose another")
     if template == "boxed":
         messages = [*earlier, last | {"content": question + INSTRUCTION}]
-    start, turn, answer = LAYOUTS[template if template in LAYOUTS else (*known, "none")[0]]
+    layout = template if template in LAYOUTS else (*known, "none")[0]
+    if layout == "llama3":  # its own chat template does so, ChatML's do not
+        messages = [message | {"content": message["content"].strip()} for message in messages]
+    start, turn, answer = LAYOUTS[layout]
     return start + "".join(turn.format(**message) for message in messages) + answer
 
 
@@ -236,34 +246,39 @@ LONGEST_ANSWER = 1000  # characters; a longer answer equals only itself
 DEEPEST = 8  # brackets in brackets; what lies deeper is compared as text
 REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one spelling stands for all
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(?:left|right|displaystyle|q?quad|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\$", ""),
-    (r"(?<!\\)\\[,;:!> ]|~", " "),
+    (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\$", ""),
+    (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " "),
     (r"\\(?:text(?:bf|it|rm|normal)?|[mh]box|math(?:rm|bf|it)|operatorname)\s*\{", r"\\text{"),
-    (r"\\text\{(\s*,?\s*(?:and|or)\s*)\}", r"\1"),
-    (r"(?:,\s*|(?<=[0-9})\]])\s*)(?:and|or)(?![a-zA-Z])", ","),  # 5 or 9: 5,9
+    (r"\\text\{(\s*|\s*,?\s*(?:and|or)\s*)\}", r" \1 "),
+    (r"(?:,\s*|(?<=[0-9})\]])\s*)(?:and|or)(?![a-zA-Z]|.*(?:[<>]|\\[lg]e))", ","),  # 5 or 9: 5,9
     (r"(?<![\\a-zA-Z])[A-Z](?=[a-z]{2})", lambda match: match[0].lower()),  # Even: even
-    (r"(?<=[0-9}])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|[a-zA-Z])", ""),  # 2 \cdot \pi: 2\pi
+    (r"(?<=[0-9}])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|(?!e[-+0-9])[a-zA-Z])", ""),  # 2 \cdot \pi: 2\pi
     (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
     (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac\1\2"),
-    (r"\s+(?![0-9])|(?<![0-9])\s+", ""),  # a space between digits stays: 1 2 is not 12
-    (r"(?<!\\)(?<!\\text)\{([0-9a-zA-Z]|\\[a-zA-Z]+)\}", r"\1"),  # \frac{1}{2}: \frac12, x^{2}: x^2
-    (r"\.0+(?![0-9])|(\.[0-9]*[1-9])0+(?![0-9])", r"\1"),  # 1.50: 1.5
+    (r"\s*([{}])\s*", r"\1"),
+    (r"(?<!\\)(?<!\\text)\{([a-zA-Z]|\\[a-zA-Z]+)\}", r" \1 "),  # \cos{x}: \cos x
+    (r"(?<!\\)(?<!\\text)\{([0-9])\}", r"\1"),  # \frac{1}{2}: \frac12, x^{2}: x^2
+    (r"\s+", " "),
+    (r"(\\[a-zA-Z]+ (?=[a-zA-Z])|[0-9] (?=[0-9]))| ", r"\1"),  # some spaces separate: \pi r, and 1 2 is not 12
+    (r"(?<![0-9.])([0-9]+)\.0+(?![0-9]|\.[0-9])", r"\1"),  # 1.0: 1
+    (r"(?<![0-9.])([0-9]*\.[0-9]*[1-9])0+(?![0-9]|\.[0-9])", r"\1"),  # 1.50: 1.5
     (r"\^\\prime", "'"),
     (r"(?<![.,])[.,;]$", ""),
 ]
 UNICODE = str.maketrans({"−": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "∪": r"\cup "})
 NAME = re.compile(  # x=  x_1=  f(x)=  AB=  (x,y)=  x\in
-    r"((?:[a-zA-Z]|\\[a-z]+)(?:_\w|_\{\w+\})?(?:\([a-z]\))?|[A-Z]{2}|\([a-z](?:,[a-z])+\))(?:=|\\in(?![a-z]))"
+    r"((?:[a-zA-Z]|\\[a-z]+)(?:_\w|_\{\w+\})?(?:\([a-z]\))?|[A-Z]{2}|\([a-z](?:,[a-z])+\))(?:=|\\in(?![a-z]) ?)"
 )
 NO_UNITS = (  # words that change the number before them
-    r"hundred|thousand|[mbtr]+illion|dozen|half|halves|third|fourth|fifth|tenth|squared|cubed|factorial|pi\}"
-    r"|and|or(?!ange)|base|choose|mod|below"
+    r"[a-z]*(?:hundred|thousand|illion|below|negative|minus|infinity)|lakh|crore|dozen|score|tens\}|half|halves|third"
+    r"|quarter|(?!month|bath|path|cloth|booth)[a-z]+ths?\}|squared|cubed|factorial|pi\}|plus|over|root|sqrt|power|double"
+    r"|and|or(?!ange)|base|choose|mod"
 )
-WORDS = "[cmk]m|kg|mph|inches|inch|feet|foot|yard|mile|meter|hour|minute|second|day|dollar|cent|degree|percent"
+WORDS = "[cmk]m|kg|mph|inch(?:es)?|foot|feet|yard|mile|meter|second|minute|hour|day|week|month|year|dollar|cent"
 UNIT = re.compile(  # (a constant)(units, at its end): \%, \$, or several of \text{...}, ^\circ and WORDS
     r"((?:[-+/0-9.,{}()^ ]|\\(?:frac|sqrt|pi|times|cdot)(?![a-z]))*(?:[0-9})]|\\pi))"
     rf"(\\?%|\\\$|(?:/?(?:\\text\{{(?!{NO_UNITS})(?:(?:[a-zA-Z./]|\^-?[0-9]){{2,}}|[mgshLNJWVCF])\}}"
-    rf"|\^\\circ|(?:{WORDS})s?)(?:\^[0-9]|\^\{{-?[0-9]\}})?)+)"
+    rf"|\^\\circ|(?:{WORDS}|degree|percent)s?)(?:\^[0-9]|\^\{{-?[0-9]\}})?)+)"
 )
 UNIT_NAMES = {"degree": r"^\circ", "percent": "%", r"\%": "%", r"\$": "dollar"}
 DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
@@ -309,7 +324,7 @@ def normalise(text: str) -> str:
 
 def number(text: str) -> Fraction | None:
     """The exact value of a normalised integer, decimal, fraction, mixed number or a*10^n; None for anything else."""
-    text = re.sub(r"\\frac(?:([0-9])|\{([^{}]*)\})(?:([0-9])|\{([^{}]*)\})", r" \1\2/\3\4", text)
+    text = re.sub(r"\\frac(?:([0-9])|\{([^{}]*)\})(?:([0-9])|\{([^{}]*)\})(?![0-9.])", r" \1\2/\3\4", text)
     text = re.sub(r"^([+-]?)10\^", r"\g<1>1\\times10^", text)
     text = re.sub(r"\\(?:times|cdot)10\^(?:\{([+-]?[0-9]+)\}|([0-9])(?![0-9]))", r"e\1\2", text)
     match = NUMBER.fullmatch(text)
@@ -332,7 +347,10 @@ def split(text: str, separator: str) -> list[str]:
 
 
 class Answer(typing.NamedTuple):
-    """An answer taken apart: what stands before `=`, the unit, and a value or, for this kind of group, its members."""
+    """An answer taken apart: what stands before `=`, the unit, and a value or, for this kind of group, its members.
+
+    The order of members matters but in sets, lists and unions.
+    """
 
     value: Fraction | str = ""
     name: str = ""
@@ -342,25 +360,24 @@ class Answer(typing.NamedTuple):
 
 
 def group(kind: str, pieces: list[str], depth: int) -> Answer:
-    """The pieces as members, sorted where order does not matter; a set of one is its member."""
-    members = [read(piece, depth + 1) for piece in pieces]
+    """The pieces as members; a set of one is its member."""
     if kind == "{}":  # {1 \pm 2, 5} has three members
-        members = [m for member in members for m in (member.members if member.kind == kind else [member])]
-    if kind in ("{}", r"\cup"):
-        members.sort(key=str)
-    return members[0] if kind == "{}" and len(members) == 1 else Answer(kind=kind, members=tuple(members))
+        pieces = [re.sub(r"\\pm ?", sign, piece) for piece in pieces for sign in "+-"[: piece.count(r"\pm") + 1]]
+    members = tuple(read(piece, depth + 1) for piece in pieces)
+    return members[0] if kind == "{}" and len(members) == 1 else Answer(kind=kind, members=members)
 
 
 def read(text: str, depth: int = 0) -> Answer:
     """Take a normalised answer apart: the first rule that applies, then the rules again on what it leaves."""
     if depth > DEEPEST:
         return Answer(text)
-    text = text.removeprefix("+")
+    text = text.strip().removeprefix("+")
     for separator, kind in ((",", "{}"), (r"\cup", r"\cup")):
         if len(pieces := split(text, separator)) > 1:
             return group(kind, pieces, depth)
     if match := NAME.match(text):
-        return read(text[match.end() :], depth + 1)._replace(name=match[1])
+        rest = read(text[match.end() :], depth + 1)
+        return rest._replace(name=f"{match[1]}={rest.name}".removesuffix("="))
     match = re.fullmatch(r"(\\?[\[({])(.*[^\\])(\\?[\])}])", text)
     if match and (pieces := split(match[2], ",")):
         kind = match[1] + match[3]
@@ -371,7 +388,7 @@ def read(text: str, depth: int = 0) -> Answer:
         rows = [group("row", split(row, "&"), depth) for row in split(match[1], r"\\")]
         return Answer(kind="matrix", members=tuple(rows))
     if text.count(r"\pm") == 1:
-        return group("{}", [text.replace(r"\pm", sign) for sign in "+-"], depth)
+        return group("{}", [text], depth)
     if match := re.fullmatch(r"(-?)(?:\\\$|\\text\{\\\$\})(.+)", text):
         return read(match[1] + match[2], depth + 1)._replace(unit="dollar")
     if match := UNIT.fullmatch(text):
@@ -394,7 +411,20 @@ def same(a: Answer, b: Answer) -> bool:
     if isinstance(a.value, Fraction) and isinstance(b.value, Fraction) and a.unit != b.unit:
         hundredths = a.value == 100 * b.value if a.unit == "%" else b.unit == "%" and b.value == 100 * a.value
         return hundredths or a.value == b.value
-    return a.value == b.value and all(map(same, a.members, b.members))
+    if a.kind not in ("{}", r"\cup") or named(a) != named(b):  # x=1, y=2 is 1, 2 and not 2, 1
+        return a.value == b.value and all(map(same, a.members, b.members))
+    left = list(b.members)
+    for member in a.members:
+        match = next((i for i, other in enumerate(left) if same(member, other)), None)
+        if match is None:
+            return False
+        del left[match]
+    return True
+
+
+def named(a: Answer) -> bool:
+    """Every member has a name of its own."""
+    return len({member.name for member in a.members} - {""}) == len(a.members)
 
 
 def is_equal(answer: str, reference: str) -> bool:
@@ -492,6 +522,17 @@ def evaluate(
     return summary, records
 
 
+def beyond_context(model: ModelConfig, longest: int) -> str:
+    """A line of warning if sequences may get longer than the model was trained for; else nothing."""
+    context = model.raw.get("max_position_embeddings") or longest
+    if longest <= context:
+        return ""
+    return (
+        f"context   sequences may reach {longest:,} tokens, the model's max_position_embeddings are {context:,}: lower "
+        "--max-new-tokens or --max-prompt-tokens\n"
+    )
+
+
 def names(compressors: str) -> list[str]:
     """The KV policies in a text with commas between them."""
     return [name.strip() for name in compressors.split(",")]
@@ -545,6 +586,13 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def parse_config(config_class, argv: list[str] | None, prog: str, description: str):
     """Make a command line from a dataclass of `option`s and parse it: (config, names that were given).
 
@@ -552,7 +600,7 @@ def parse_config(config_class, argv: list[str] | None, prog: str, description: s
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a run
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         usage=f"python {prog} [--option value ...] [@file]   (--help explains every option)",
         description=description,
@@ -764,7 +812,8 @@ def benchmarks(config: EvalConfig, given: dict) -> dict[str, EvalConfig]:
         raise ValueError(f"--benchmark {config.benchmark} is no folder with JSONL files")
     sets = {}
     for file in files:
-        paper = PAPER | {"samples": PAPER_SAMPLES.get(file.stem, 1), "data": str(file)}
+        samples = 1 if config.temperature == 0 and "temperature" in given else PAPER_SAMPLES.get(file.stem, 1)
+        paper = PAPER | {"samples": samples, "data": str(file)}
         chosen = {name: value for name, value in paper.items() if name not in given}
         sets[file.stem] = replace(config, benchmark="", **chosen)
     return sets
@@ -778,7 +827,9 @@ def details(results: dict[str, dict]) -> str:
         [name, *(s[c] for c in columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
         for name, s in results.items()
     ]
-    return table(["decoding", *columns, "cache", "tokens/s"], rows)
+    dense = [name for name, s in results.items() if name != "dense" and s["kv_saved"] == 0]
+    note = f"\nnothing was evicted by {', '.join(dense)}: no row came to hold budget + buffer keys" if dense else ""
+    return table(["decoding", *columns, "cache", "tokens/s"], rows) + note
 
 
 def overview(results: dict[str, dict[str, dict]]) -> str:
@@ -800,17 +851,12 @@ def main(argv: list[str] | None = None) -> None:
         device = pick_device(config.device, config.threads)
         sets = benchmarks(config, given)
         tokenizer, eos_ids = load_tokenizer(config.model)
-        vocabulary = load_config(config.model).vocab_size
-        problems = {
-            name: usable(
-                load_problems(c.data)[: c.limit or None],
-                tokenizer,
-                vocabulary,
-                template=c.template,
-                max_prompt_tokens=c.max_prompt_tokens,
-            )[0]
-            for name, c in sets.items()
-        }
+        architecture, problems = load_config(config.model), {}
+        for name, c in sets.items():
+            limits = {"template": c.template, "max_prompt_tokens": c.max_prompt_tokens}
+            rows = load_problems(c.data)[: c.limit or None]
+            problems[name], prompts = usable(rows, tokenizer, architecture.vocab_size, **limits)
+            print(beyond_context(architecture, max(map(len, prompts)) + c.max_new_tokens), end="")
         model = load_model(config.model, getattr(torch, config.dtype), device)
         folder = Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
         new_folder(folder)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +71,8 @@ class ModelConfig:
                 raise ValueError(f"config.json: {key} = {raw.get(key)!r} is not implemented in model.py")
 
         kind = need("model_type")
-        refuse(kind not in MODEL_TYPES, "model_type")
+        if kind not in MODEL_TYPES:
+            raise ValueError(f"config.json: model_type = {kind!r} is none that model.py has: {', '.join(MODEL_TYPES)}")
         refuse(raw.get("hidden_act", "silu") != "silu", "hidden_act")
         refuse(bool(raw.get("attention_dropout")), "attention_dropout")
         refuse(raw.get("quantization_config") is not None, "quantization_config")
@@ -327,7 +329,7 @@ def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
+        raise ValueError(f"{path} does not exist: is its folder the right one?") from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -339,7 +341,11 @@ def read_json(path: Path) -> dict:
 
 def load_config(folder) -> ModelConfig:
     """The settings in a Hugging Face folder's config.json. Raises ValueError as `read_json` and `from_dict` do."""
-    return ModelConfig.from_dict(read_json(Path(folder) / "config.json"))
+    raw = read_json(Path(folder) / "config.json")
+    try:
+        return ModelConfig.from_dict(raw)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -356,7 +362,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = [folder / name for name in sorted(names)]
     for file in files:
         if not file.exists():
-            raise ValueError(f"{file} does not exist: the weights of {folder} are incomplete")
+            raise ValueError(f"{file} does not exist: the weights of {folder} are incomplete, or not in safetensors")
     return files
 
 
@@ -423,4 +429,5 @@ def save_model(decoder: Decoder, folder) -> None:
     state = decoder.state_dict()
     named = {name if name == "lm_head.weight" else f"model.{name}": t.contiguous() for name, t in state.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # the library's own is for the owner alone
     (folder / INDEX).unlink(missing_ok=True)  # that of shards which the new file replaces

@@ -39,6 +39,7 @@ from eval import (
     Problem,
     append,
     as_lines,
+    beyond_context,
     check_options,
     check_template,
     dense_and_sparse,
@@ -653,6 +654,7 @@ def plan(config: Config, inputs: Inputs) -> str:
             f"KV cache  {config.compressor} {megabytes(need['cache'])}, dense {megabytes(need['dense cache'])} "
             f"({config.rows_at_once} rows at once)",
             f"eviction  {eviction}",
+            *beyond_context(inputs.model, longest).splitlines(),
         ]
     )
 

@@ -100,6 +100,71 @@ def test_equality_is_symmetric_and_reflexive():
         assert is_equal(a, b) == is_equal(b, a) and is_equal(a, a) and is_equal(b, b)
 
 
+LOOK_ALIKES = [  # each group's members differ from one another
+    [r"1 \quad 2", "12", "3"],
+    [r"1\text{ }2", "12"],
+    ["1,1", "1", "1,1,1"],
+    [r"x>1 \text{ or } x<0", r"x>1 \text{ and } x<0"],
+    [r"x=1 \quad 2", "x=12"],
+    [r"3 \; 4", "34"],
+    [r"4 \ \ 1/2", "41/2", "42"],
+    [r"\frac{1}{2}3", r"\frac{1}{23}", r"\frac{1}{2}"],
+    [r"\frac{1}{2}.5", r"\frac{1}{2.5}", r"\frac{1}{2}"],
+    [r"3\frac{1}{2}4", r"3\frac{1}{24}"],
+    [r"e^{\pi i}", r"e^{\pi}i"],
+    [r"\sqrt{\pi x}", r"\sqrt{\pi}x"],
+    [r"2^{\alpha x}", r"2^{\alpha}x", r"2^\alphax"],
+    [r"\cos h", r"\cosh"],
+    [r"\cos{h}", r"\cosh"],
+    [r"\{1,2\},\{3,4\}", r"\{1,3\},\{2,4\}", r"\{1,2,3,4\}"],
+    [r"\{\{1,2\},3\}", r"\{1,2,3\}"],
+    ["x=1, y=2", "2,1"],
+    ["x=1, y=2", "x=2, y=1"],
+    ["AB=9, CD=4", "4,9"],
+    ["f(n)=1,g(n)=n", "n, 1"],
+    ["x=y=5", "x=z=5"],
+    *(
+        [rf"5\text{{ {word}}}", "5"]
+        for word in ("sixths", "eighths", "quarters", "quadrillion", "tens", "lakh", "minus", "plus")
+    ),
+    [r"5\text{ degrees below zero}", "5"],
+    ["1.000.000", "1"],
+    ["3.0.2", "3.2"],
+    ["10.0.0.1", "10.1"],
+    [r"2\cdot e3", "2000"],
+    [r"\pm 2", "2", "-2"],
+    [r"1 \pm a", "1+a", "1-a"],
+]
+LOOK_DIFFERENT = [  # each group's members are equal
+    [r"1  \frac{1}{2}", "1.5", r"1 \quad 1/2", "3/2"],
+    [r"\frac{\pi r}{2}", r"\frac{ \pi  r }{2}", r"\frac{πr}{2}"],
+    [r"\cos{x}", r"\cos x", r"\cos  {x}"],
+    [r"\frac{\pi}{x}", r"\frac \pi x", r"\dfrac{ \pi }{ x }"],
+    [r"1 \pm a", "1+a, 1-a", r"\{1-a, 1+a\}", r"1\pm{a}"],
+    [r"5, 1 \pm 2", "1-2, 1+2, 5"],
+    ["x=1, y=2", "1, 2"],
+    ["x=1, y=2", "y=2, x=1"],
+    ["x=1, x=2", "2, 1", "x=2, x=1"],
+    [r"x \in \{1, 2\}", r"\{2,1\}", r"x\in\{1,2\}"],
+    [r"\{1,2\},\{3,4\}", r"\{4,3\},\{2,1\}"],
+    [r"5\text{ months}", "5", "5 months", r"5\text{ month}"],
+    [r"A \cup B", r"B\cup A"],
+    [".0", "0", "0.0", "0.00."],
+]
+
+
+@pytest.mark.parametrize("group", LOOK_ALIKES, ids=" ".join)
+def test_answers_that_look_alike_are_told_apart(group):
+    """Found by readers who tried to get a wrong answer rewarded."""
+    assert [(a, b) for a, b in itertools.permutations(group, 2) if is_equal(a, b)] == []
+
+
+@pytest.mark.parametrize("group", LOOK_DIFFERENT, ids=" ".join)
+def test_answers_that_look_different_are_equal(group):
+    """Spaces, braces and order where they mean nothing."""
+    assert [(a, b) for a, b in itertools.permutations(group, 2) if not is_equal(a, b)] == []
+
+
 @pytest.mark.parametrize("value", [Fraction(7, 4), Fraction(-1, 8), Fraction(12), Fraction(-35, 4), Fraction(1, 10)])
 def test_a_number_equals_itself_in_every_notation_and_no_other(value):
     """Decimal, fraction, mixed number, percent, scientific: all 15 pairs, against a neighbour 1/1000 away."""
@@ -268,7 +333,7 @@ def sets_in_order(kind, pieces, depth, group=answers.group):
     return group("()" if kind == "{}" else kind, pieces, depth)
 
 
-SPACES = r"\s+(?![0-9])|(?<![0-9])\s+"
+SPACES = r"(\\[a-zA-Z]+ (?=[a-zA-Z])|[0-9] (?=[0-9]))| "
 WRONG = {  # what to patch, the wrong variant, a pair on which it errs and whether the two are equal
     "every space goes": ("REWRITES", rewrites(SPACES, (r"\s+", "")), "1 2", "12", False),
     "every comma between digits goes": ("REWRITES", rewrites("", (r"(?<=\d),(?=\d)", "")), "1,2", "12", False),

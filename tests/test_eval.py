@@ -24,6 +24,7 @@ QUESTION = "What is 6 * 7?"
         ({"question": QUESTION, "final_answer": ["42"]}, "42"),
         ({"problem": QUESTION, "solution": r"We get \boxed{42}."}, "42"),
         ({"prompt": QUESTION, "label": "42"}, "42"),
+        ({"prompt": QUESTION, "answer": r"So it is $\boxed{\frac{1}{2}}$."}, r"\frac{1}{2}"),
     ],
 )
 def test_problems_are_read_as_they_are_in_the_wild(row, answer, tmp_path):

@@ -26,7 +26,9 @@ LLAMA = tokenizer_with("<|begin_of_text|>", "<|start_header_id|>", "<|end_header
 PLAIN = tokenizer_with()
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "1 {x} 2"}]
 ASKED = [{"role": "user", "content": "6 * 7?" + INSTRUCTION}]  # what a row with a `question` becomes
+OTHERWISE = [{"role": "user", "content": "6 * 7?" + INSTRUCTION.replace("{}", "{{}}")}]  # as the paper's data has it
 
+SYSTEM = "<|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
 CHATML = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n1 {x} 2<|im_end|>\n<|im_start|>assistant\n"
 LLAMA3 = (
     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
@@ -48,6 +50,9 @@ LLAMA3 = (
         ("6 * 7?", QWEN, "boxed", f"<|im_start|>user\n6 * 7?{INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n"),
         (ASKED, QWEN, "boxed", f"<|im_start|>user\n6 * 7?{INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n"),
         (ASKED, PLAIN, "boxed", f"6 * 7?{INSTRUCTION}\n\n"),
+        (OTHERWISE, PLAIN, "boxed", f"6 * 7?{INSTRUCTION}\n\n"),
+        (OTHERWISE, PLAIN, "{question}", "6 * 7?"),
+        ([{"role": "user", "content": "\n 6 "}], LLAMA, "auto", LLAMA3.replace(SYSTEM, "").replace("1 {x} 2", "6")),
         (ASKED, QWEN, r"Q: {question}\nA:", "Q: 6 * 7?\nA:"),
         ("6 * 7?", QWEN, "{question} =", "6 * 7? ="),
         (CHAT, QWEN, "Q: {question}", "Q: 1 {x} 2"),
@@ -139,3 +144,25 @@ def test_what_is_given_goes_before_the_papers_settings(files):
     sets = evaluation.benchmarks(config, {"samples": 2})
     assert sets.keys() == {"p-train", "p-heldout"}
     assert all((c.samples, c.temperature, c.extract) == (2, 0.8, "last-number") for c in sets.values())
+
+
+def test_greedy_decoding_takes_one_sample_of_the_small_sets_too(tmp_path):
+    """32 greedy responses would all be the same; the paper's 32 are at its temperature."""
+    for name in ("aime24", "amc23"):
+        (tmp_path / f"{name}.jsonl").touch()
+    greedy = evaluation.benchmarks(evaluation.EvalConfig(benchmark=str(tmp_path)), {"temperature": 0.0})
+    assert [(c.samples, c.temperature) for c in greedy.values()] == [(1, 0)] * 2
+
+
+def test_what_a_reader_of_the_table_must_know_is_said(files, tmp_path, capsys):
+    """Sequences beyond the model's context, and a compressed cache that never came to evict."""
+    shutil.copytree(files / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"max_position_embeddings": 12}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    paths = ["--model", str(tmp_path / "model"), "--data", str(files / "p-heldout.jsonl"), "--limit", "1"]
+    for new, evicted, within in ((5, False, True), (16, True, False)):
+        small = f"--budget 8 --buffer 4 --window 2 --max-new-tokens {new} --out {tmp_path / str(new)}"
+        evaluation.main([*paths, *small.split()])
+        said = capsys.readouterr().out
+        assert ("nothing was evicted by snapkv-8: no row" in said) is not evicted
+        assert ("the model's max_position_embeddings are 12" in said) is not within
