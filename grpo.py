@@ -57,17 +57,6 @@ KEEP_TOKENS = (0.5, 1.5)  # "released": tokens with xi outside are dropped, and 
 # --------------------------------------------------------------------------------------------------- advantages
 
 
-def accepted_advantages(rewards: Tensor, group_size: int, accepted: Tensor, *, normalize_std: bool = True) -> Tensor:
-    """`group_advantages` with mean and std over the accepted responses (N,) of a group only; 0 for the others."""
-    r, m = wide(rewards).view(-1, group_size), accepted.view(-1, group_size)
-    count = m.sum(1, keepdim=True)
-    centred = (r - (r * m).sum(1, keepdim=True) / count.clamp(min=1)) * m
-    if normalize_std:
-        centred = centred / ((centred**2).sum(1, keepdim=True).div((count - 1).clamp(min=1)).sqrt() + 1e-6)
-    first = r.gather(1, m.int().argmax(1, keepdim=True))  # reward of a group's first accepted response
-    return centred.masked_fill(((r == first) | ~m).all(1, keepdim=True), 0).flatten()
-
-
 def group_advantages(rewards: Tensor, group_size: int, *, normalize_std: bool = True) -> Tensor:
     """A (N,) of rewards (N,): row i belongs to group i // group_size, by position, whatever its prompt.
 

@@ -64,7 +64,6 @@ from eval import (
 from grpo import (
     AGGREGATIONS,
     CORRECTIONS,
-    accepted_advantages,
     correct,
     group_advantages,
     log_ratio,
@@ -130,8 +129,9 @@ class Config:
         "response", "mean per response (GRPO), token (DAPO), constant (Dr. GRPO)", choices=AGGREGATIONS
     )
     normalize_std: bool = option(True, "divide advantages by the group's std")
-    baseline: str = option("all", "an experiment: a group's mean and std over accepted", choices=("all", "accepted"))
-    scale_step: bool = option(False, "an experiment: the learning rate times the share of accepted responses")
+    scale_step: bool = option(
+        False, "the learning rate times the share of accepted responses: AdamW's step does not shrink with its gradient"
+    )
     # The optimizer
     steps: int = option(15, "training steps, one rollout each", at_least=1)
     updates: int = option(1, "optimizer updates a step; the step's prompts are divided among them", at_least=1)
@@ -354,9 +354,6 @@ def train_step(job: Job, step: int) -> tuple[dict[str, float], list[dict]]:
     logp_old, entropy = score(job.decoder, r, config)
     logp_ref = score(job.reference, r, config)[0] if job.reference else None
     updating = time.perf_counter()
-    if config.baseline == "accepted":
-        counted = correct(logp_old, r.logp_sparse, r.mask, config.correction, epsilon=config.epsilon).accepted
-        advantages = accepted_advantages(rewards, config.group_size, counted, normalize_std=config.normalize_std)
     parts = torch.arange(len(owners)).chunk(config.updates)
     reports = [update(job, r, rows, advantages, logp_old, logp_ref) for rows in parts]
     ended = time.perf_counter()

@@ -180,6 +180,19 @@ def test_only_responses_with_a_gradient_are_computed(kl_coef, files, tmp_path, m
     assert step("all") == (pytest.approx(norm, rel=1e-5), records, 16)
 
 
+def test_scale_step_moves_the_weights_by_the_share_that_was_accepted(files, tmp_path, monkeypatch):
+    """The first step of AdamW, decay included, is linear in its learning rate."""
+    monkeypatch.setattr("grpo.rejection_mask", lambda logp_old, *_: (1e4 * logp_old[:, 0]).long() % 4 == 0)
+    start, moved = load_model(files / "model").state_dict(), {}
+    for option in ("--scale-step", "--no-scale-step"):
+        out = run(files, tmp_path / option, "--steps", "1", "--eval-data", "", option)
+        after = load_model(out / "checkpoints" / "step-000001").state_dict()
+        moved[option] = torch.cat([(after[name].double() - start[name].double()).flatten() for name in start])
+    share = sum(r["accepted"] for r in lines(out / "samples.jsonl")) / 16
+    assert 0 < share < 1 and moved["--no-scale-step"].abs().max() > 1e-3
+    torch.testing.assert_close(moved["--scale-step"], share * moved["--no-scale-step"], atol=1e-7, rtol=1e-4)
+
+
 def test_the_extremes_of_xi_are_those_of_the_sampled_tokens(files, tmp_path, monkeypatch):
     """Every xi is 0.5: padding, whose ratio counts as 1 elsewhere, is neither smallest nor largest."""
     halved = lambda decoder, r, config: ((r.logp_sparse + math.log(0.5)) * r.mask, torch.zeros_like(r.logp_sparse))  # noqa: E731
