@@ -554,9 +554,14 @@ LONGEST = 1_000_000  # of a sequence, a cache, a batch: a larger number is a sli
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def option(default, text: str, choices=None, **bounds):
-    """A config field with its help text, the values it may take, and the bounds it must keep (see BOUNDS)."""
-    return field(default=default, metadata={"help": text, "choices": choices, "bounds": bounds})
+def option(default, text: str, choices=None, numbers=False, **bounds):
+    """A config field: its help text, the values it may take, whether it holds numbers, its bounds (see BOUNDS)."""
+    return field(default=default, metadata={"help": text, "choices": choices, "numbers": numbers, "bounds": bounds})
+
+
+def numbers(text: str) -> list[int]:
+    """The whole numbers of an option that holds some, with commas between."""
+    return [int(word) for word in text.split(",") if word]
 
 
 def check_options(config) -> None:
@@ -571,6 +576,8 @@ def check_options(config) -> None:
             raise ValueError(f"{flag(f.name)} must be {allowed[0].__name__}, not {value!r}")
         if isinstance(value, str) and ("\0" in value or (f.default and not value.strip())):
             raise ValueError(f"{flag(f.name)} must be text without NUL, and not empty, not {value!r}")
+        if f.metadata["numbers"] and value != f.default and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", value):
+            raise ValueError(f"{flag(f.name)} must be numbers with commas between, not {value!r}")
         if choices and value not in choices:
             raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
         if value is not None and not all(BOUNDS[word](value, limit) for word, limit in bounds.items()):

@@ -18,7 +18,6 @@ the speed at every length.
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 import time
@@ -40,6 +39,7 @@ from eval import (
     ASSETS,
     check_options,
     megabytes,
+    numbers,
     one_sentence,
     option,
     parse_config,
@@ -62,8 +62,8 @@ class Settings:
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     parts: str = option(",".join(PARTS), "which parts, by commas")
     compressors: str = option("full,snapkv", f"policies, by commas: {', '.join(COMPRESSORS)}")
-    lengths: str = option("256,1024,4096", "tokens of a sequence, prompt included, by commas, rising")
-    rows: str = option("1,8,32", "rows sampled at a time, by commas")
+    lengths: str = option("256,1024,4096", "tokens of a sequence, prompt included, by commas, rising", numbers=True)
+    rows: str = option("1,8,32", "rows sampled at a time, by commas", numbers=True)
     prompt: int = option(64, "tokens of the prompt", at_least=1)
     budget: int = option(512, "keys that survive a cut, per layer and KV head")
     buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
@@ -81,17 +81,13 @@ class Settings:
         for name, known in (("parts", PARTS), ("compressors", COMPRESSORS)):
             if odd := [word for word in getattr(self, name).split(",") if word not in known]:
                 raise ValueError(f"--{name}: {odd[0]!r} is none of {', '.join(known)}")
-        for name in ("lengths", "rows"):
-            if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", getattr(self, name)):
-                raise ValueError(f"--{name} must be numbers with commas between, not {getattr(self, name)!r}")
-        if self.numbers("lengths") != sorted(set(self.numbers("lengths"))) or self.numbers("lengths")[0] <= self.prompt:
+        lengths = [self.prompt, *numbers(self.lengths)]
+        if lengths != sorted(set(lengths)):
             raise ValueError(f"--lengths {self.lengths} must rise, from above the --prompt of {self.prompt}")
+        if 0 in numbers(self.rows):
+            raise ValueError(f"--rows {self.rows}: at least 1 each")
         for name in self.compressors.split(","):
             check_settings(name, self.budget, self.buffer, self.window)
-
-    def numbers(self, name: str) -> list[int]:
-        """An option of numbers with commas between."""
-        return [int(number) for number in getattr(self, name).split(",")]
 
     @property
     def cache(self) -> dict:
@@ -165,9 +161,9 @@ def sample(model, config: Settings, rows: int, length: int, compressor: str) -> 
 
 def measure_rollout(model: Decoder, config: Settings) -> list[dict]:
     """Tokens/s of all rows up to each length; medians over repeats, the policies taking turns."""
-    lengths, names = config.numbers("lengths"), config.compressors.split(",")
+    lengths, names = numbers(config.lengths), config.compressors.split(",")
     found = []
-    for rows in config.numbers("rows"):
+    for rows in numbers(config.rows):
         turns = [{n: steps(model, config, rows, lengths[-1], n) for n in names} for _ in range(config.repeats)]
         for name in names:
             for length in lengths:
@@ -196,7 +192,7 @@ def measure_decode(model: Decoder, config: Settings) -> list[dict]:
     matrices, speed = linears(model), bandwidth(device)
     weight_bytes = sum(weight.nbytes for weight in matrices)
     found = []
-    for rows in config.numbers("rows"):
+    for rows in numbers(config.rows):
         inputs = [torch.randn(rows, 1, weight.shape[1], device=device, dtype=dtype) for weight in matrices]
 
         def products(product: Callable, inputs=inputs) -> None:
@@ -206,11 +202,11 @@ def measure_decode(model: Decoder, config: Settings) -> list[dict]:
         names, turns, bare = config.compressors.split(","), [], []
         ways = {"linears": partial(products, F.linear), "products": partial(products, project)}
         for _ in range(config.repeats):
-            turns.append({n: steps(model, config, rows, config.numbers("lengths")[-1], n) for n in names})
+            turns.append({n: steps(model, config, rows, numbers(config.lengths)[-1], n) for n in names})
             bare.append(medians(ways, 20))
         bare = {way: statistics.median(times[way] for times in bare) for way in ways}
         for name in names:
-            for length in (config.numbers("lengths")[0], config.numbers("lengths")[-1]):
+            for length in (numbers(config.lengths)[0], numbers(config.lengths)[-1]):
                 last = length - config.prompt - 1
                 step = statistics.median(float(t[name][max(0, last - config.buffer) : last].mean()) for t in turns)
                 how = {**config.cache, "dtype": dtype, "device": "meta"}
@@ -273,7 +269,7 @@ PLACES = {
 
 def measure_shares(model: Decoder, config: Settings) -> list[dict]:
     """Shares of a rollout's time by part; "the rest" is norms, bookkeeping and Python. The clocks cost a little too."""
-    rows, length, found = config.numbers("rows")[-1], config.numbers("lengths")[-1], []
+    rows, length, found = numbers(config.rows)[-1], numbers(config.lengths)[-1], []
     for name in config.compressors.split(","):
         shares = defaultdict(list)
         for _ in range(config.repeats):
@@ -290,7 +286,7 @@ def measure_shares(model: Decoder, config: Settings) -> list[dict]:
 def measure_learner(model: Decoder, config: Settings) -> list[dict]:
     """Tokens/s of scoring and of forward and backward, and their share of the rate of the matrix products alone."""
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
-    B, T = config.learner_rows, config.numbers("lengths")[0]
+    B, T = config.learner_rows, numbers(config.lengths)[0]
     tokens = torch.randint(model.config.vocab_size, (B, T), device=device)
     matrices = linears(model)
     inputs = [torch.randn(B * T, weight.shape[1], device=device, dtype=dtype) for weight in matrices]
@@ -328,7 +324,7 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
 
 def measure_memory(model: Decoder, config: Settings) -> list[dict]:
     """Bytes of a row's cache by part at the last length, what stands beside keys and values, and the rows that fit."""
-    length, found = config.numbers("lengths")[-1], []
+    length, found = numbers(config.lengths)[-1], []
     for name in config.compressors.split(","):
         how = {**config.cache, "dtype": model.embed_tokens.weight.dtype, "device": "meta"}
         parts = cache_for(model.config, 1, length, compressor=name, **how).nbytes

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from plot import draw, pyplot, read_run, series
 
-from eval import ASSETS, check_options, flag, one_sentence, option, parse_config, plus_minus, table, write_json
+from eval import ASSETS, check_options, flag, numbers, one_sentence, option, parse_config, plus_minus, table, write_json
 from train import checkpoints
 
 ROOT = ASSETS.parent
@@ -94,7 +93,7 @@ class Settings:
     map: bool = option(False, "budgets x learning rates, two seeds")
     ideas: bool = option(False, f"sparse-rl with one change each ({', '.join(IDEAS)}) and smaller steps, five seeds")
     serve: bool = option(False, "evaluate the final models of --full, dense and with compressed caches")
-    seeds: str = option("", "other seeds, with commas between")
+    seeds: str = option("", "other seeds, with commas between", numbers=True)
     workers: int = option(0, "processes at a time, one thread each; 0 takes the number of cores", at_least=0)
     out: str = option("runs/claim", "folder of runs and results")
 
@@ -102,8 +101,6 @@ class Settings:
         check_options(self)
         if self.full + self.map + self.ideas + self.serve > 1:
             raise ValueError("--full, --map, --ideas and --serve are separate parts: give one")
-        if not re.fullmatch(r"(\d{1,9}(,\d{1,9})*)?", self.seeds):
-            raise ValueError(f"--seeds must be numbers with commas between, not {self.seeds!r}")
 
     @property
     def part(self) -> str:
@@ -112,7 +109,7 @@ class Settings:
 
     def seeds_or(self, fixed: tuple[int, ...]) -> list[int]:
         """The seeds given, else the fixed ones."""
-        return [int(seed) for seed in self.seeds.split(",")] if self.seeds else list(fixed)
+        return numbers(self.seeds) or list(fixed)
 
 
 def run_settings(arm: str, seed: int, budget: int, lr: float) -> dict:

@@ -11,7 +11,6 @@ reject, and the accuracy of the sampler. `full` is the noise floor. The same uni
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from eval import (
     is_correct,
     load_problems,
     load_tokenizer,
+    numbers,
     one_sentence,
     option,
     parse_config,
@@ -49,7 +49,7 @@ class Settings:
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
     limit: int = option(64, "the first so many problems", at_least=1)
-    budgets: str = option("128,256,512", "budgets, with commas between")
+    budgets: str = option("128,256,512", "budgets, with commas between", numbers=True)
     buffer: int = option(32, "keys a row gathers beyond the budget before it is cut")
     window: int = option(8, "newest tokens that always survive")
     max_new_tokens: int = option(1000, "longest response", at_least=1)
@@ -61,8 +61,6 @@ class Settings:
 
     def __post_init__(self):
         check_options(self)
-        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", self.budgets):
-            raise ValueError(f"--budgets must be numbers with commas between, not {self.budgets!r}")
 
 
 def new_file(path: Path) -> None:
@@ -77,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config, _ = parse_config(Settings, argv, "experiments/compressors.py", "Every cache policy at several budgets.")
     with one_sentence("experiments/compressors.py"):
-        budgets = [int(budget) for budget in config.budgets.split(",")]
+        budgets = numbers(config.budgets)
         runs = [("full", 0)] + [(name, budget) for name in COMPRESSORS if name != "full" for budget in budgets]
         for name, budget in runs:
             check_settings(name, budget, config.buffer, config.window)
