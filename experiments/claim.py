@@ -4,7 +4,7 @@
     python experiments/claim.py --full     six arms, five seeds
     python experiments/claim.py --map      naive, sparse-rl and dense over budgets and learning rates, two seeds
     python experiments/claim.py --ideas    changes to sparse-rl, and a smaller learning rate for comparison, five seeds
-    python experiments/claim.py --serve    the models of --full, decoded dense and with compressed caches
+    python experiments/claim.py --serve    the models that --full and --ideas left, decoded dense and with compressed caches
 
 Every run is `python train.py ... --threads 1` (or eval.py) in a process of its own, --workers at a time. Started again,
 it goes on where it stopped. In --out: NAME.json (settings, every metric, every evaluation of a run), runs/NAME (its
@@ -92,7 +92,7 @@ class Settings:
     full: bool = option(False, f"the headline: all of {', '.join(ARMS)}, five seeds")
     map: bool = option(False, "budgets x learning rates, two seeds")
     ideas: bool = option(False, f"sparse-rl with one change each ({', '.join(IDEAS)}) and smaller steps, five seeds")
-    serve: bool = option(False, "evaluate the final models of --full, dense and with compressed caches")
+    serve: bool = option(False, "evaluate the final models of --full and --ideas, dense and compressed")
     seeds: str = option("", "other seeds, with commas between", numbers=True)
     workers: int = option(0, "processes at a time, one thread each; 0 takes the number of cores", at_least=0)
     out: str = option("runs/claim", "folder of runs and results")
@@ -124,6 +124,11 @@ def run_name(arm: str, settings: dict) -> str:
     return f"{arm}{cache}-lr{settings['lr']:g}-seed{settings['seed']}"
 
 
+def labelled(arm: str, lr: float) -> str:
+    """An arm as it is called beside others of its budget."""
+    return arm if lr == LR else f"{arm}, lr {lr:g}"
+
+
 def planned(config: Settings) -> dict[str, tuple[str, dict]]:
     """{name: (arm, settings)}, seed by seed, so that what is finished can be compared at any time."""
     if config.map:
@@ -132,7 +137,7 @@ def planned(config: Settings) -> dict[str, tuple[str, dict]]:
     else:
         arms = [*THREE, *IDEAS] if config.ideas else ARMS if config.full or config.serve else THREE
         cells = [(arm, BUDGET, LR) for arm in arms]
-        cells += [(arm, BUDGET, CONTROL_LR) for arm in THREE] if config.ideas else []
+        cells += [(arm, BUDGET, CONTROL_LR) for arm in THREE] if config.ideas or config.serve else []
         seeds = config.seeds_or(SEEDS if config.full or config.ideas or config.serve else SEEDS[:1])
     runs = [(arm, run_settings(arm, seed, budget, lr)) for seed in seeds for arm, budget, lr in cells]
     return {run_name(arm, settings): (arm, settings) for arm, settings in runs}
@@ -339,7 +344,7 @@ def report(results: list[dict], total: int, config: Settings) -> None:
     if config.map:
         draw_map(lines, Path(config.out) / "map.png")
     else:
-        labels = {arm if lr == LR else f"{arm}, lr {lr:g}": runs for (lr, _, arm), runs in groups.items()}
+        labels = {labelled(arm, lr): runs for (lr, _, arm), runs in groups.items()}
         draw(labels, Path(config.out) / f"{config.part}.png")
 
 
@@ -357,7 +362,13 @@ def draw_map(lines: list[dict], file: Path) -> None:
                 ax.plot(budgets, means, color=f"C{color}", label=arm)
                 dots = [(line["budget"], v) for line in cells for v in line["final_dense"]["values"]]
                 ax.scatter(*zip(*dots, strict=True), color=f"C{color}")
-        ax.set(title=f"lr {lr:g}", xlabel="budget", ylabel="final greedy accuracy, dense", ylim=(-0.03, 1.03))
+        ax.set(
+            title=f"lr {lr:g}",
+            xlabel="budget",
+            xticks=MAP_BUDGETS,
+            ylabel="final greedy accuracy, dense",
+            ylim=(-0.03, 1.03),
+        )
         ax.legend()
         ax.grid(alpha=0.3)
     kl = {(line["lr"], line["budget"]): line["means_over_steps"] for line in lines if line["arm"] == "naive"}
@@ -418,12 +429,12 @@ def training(config: Settings, out: Path, workers: int) -> list[str]:
 
 
 def serving(config: Settings, out: Path, workers: int) -> list[str]:
-    """The final models of --full that exist, and the starting model, under every decoding."""
+    """The final models that exist of --full and of the smaller learning rate, and the start, under every decoding."""
     plan = planned(config)
     models = {"start": ("start", Path(BASE["model"]))}
     models |= {
-        name: (arm, folder)
-        for name, (arm, _) in plan.items()
+        name: (labelled(arm, settings["lr"]), folder)
+        for name, (arm, settings) in plan.items()
         for _, folder in checkpoints(out / "runs" / name)[:1]
         if (out / f"{name}.json").exists()
     }
