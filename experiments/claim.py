@@ -4,7 +4,7 @@
     python experiments/claim.py --full     six arms, five seeds
     python experiments/claim.py --map      naive, sparse-rl and dense over budgets and learning rates, two seeds
     python experiments/claim.py --ideas    changes to sparse-rl, and a smaller learning rate for comparison, five seeds
-    python experiments/claim.py --serve    the models that --full and --ideas left, decoded dense and with compressed caches
+    python experiments/claim.py --serve    the models of --full and --ideas, decoded dense and with compressed caches
 
 Every run is `python train.py ... --threads 1` (or eval.py) in a process of its own, --workers at a time. Started again,
 it goes on where it stopped. In --out: NAME.json (settings, every metric, every evaluation of a run), runs/NAME (its

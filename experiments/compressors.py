@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = [[r["compressor"], r["budget"] or "", *(f"{r[c]:.4f}" for c in columns)] for r in results]
     print(table(["policy", "budget", *columns], rows))
     if config.out:
-        settings = asdict(config) | {name: shown(getattr(config, name)) for name in ("model", "data")}
+        settings = asdict(config) | {name: shown(getattr(config, name)) for name in ("model", "data")} | {"out": ""}
         Path(config.out).write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
 
 
