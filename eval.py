@@ -244,17 +244,23 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
 
 LONGEST_ANSWER = 1000  # characters; a longer answer equals only itself
 DEEPEST = 8  # brackets in brackets; what lies deeper is compared as text
+IRRATIONAL = r"(\\pi|\\sqrt\s*(?:\{[^{}]*\}|[0-9]))(?=\s*(?:[.,;]?$|[,)\]]))"  # at the end of an answer or a member
 REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one spelling stands for all
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\$", ""),
     (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " "),
     (r"\\(?:text(?:bf|it|rm|normal)?|[mh]box|math(?:rm|bf|it)|operatorname)\s*\{", r"\\text{"),
     (r"\\text\{(\s*|\s*,?\s*(?:and|or)\s*)\}", r" \1 "),
-    (r"(?:,\s*|(?<=[0-9})\]])\s*)(?:and|or)(?![a-zA-Z]|.*(?:[<>]|\\[lg]e))", ","),  # 5 or 9: 5,9
+    (r"(?:,\s*|(?<=[0-9})\]])\s*|(?<=[^{\s]\s)\s*)(?:and|or)(?![a-zA-Z]|.*(?:[<>]|\\[lg]e))", ","),  # 5 or 9: 5,9
     (r"(?<![\\a-zA-Z])[A-Z](?=[a-z]{2})", lambda match: match[0].lower()),  # Even: even
-    (r"(?<=[0-9}])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|(?!e[-+0-9])[a-zA-Z])", ""),  # 2 \cdot \pi: 2\pi
+    (r"(?<=[0-9})])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|\(|(?!e[-+0-9])[a-zA-Z])", ""),  # 2 \cdot x: 2x
     (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
+    (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
+    (r"\\mid(?![a-zA-Z])", "|"),
     (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac\1\2"),
+    (rf"\\frac(?:\{{1\}}|1)(\{{[0-9]+\}}|[0-9])\s*{IRRATIONAL}", r"\\frac{\2}\1"),  # \frac12\pi: \frac\pi2
+    (rf"\\frac\{{?([0-9]+)\}}?(\{{[0-9]+\}}|[0-9])\s*{IRRATIONAL}", r"\\frac{\1\3}\2"),
+    (r"(^|[(\[{,=])\s*\\frac\s*\{\s*-((?:[^{}+-]|\{[^{}]*\})*)\}", r"\1-\\frac{\2}"),  # \frac{-a}{b}: -\frac ab
     (r"\s*([{}])\s*", r"\1"),
     (r"(?<!\\)(?<!\\text)\{([a-zA-Z]|\\[a-zA-Z]+)\}", r" \1 "),  # \cos{x}: \cos x
     (r"(?<!\\)(?<!\\text)\{([0-9])\}", r"\1"),  # \frac{1}{2}: \frac12, x^{2}: x^2
@@ -265,14 +271,19 @@ REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one
     (r"\^\\prime", "'"),
     (r"(?<![.,])[.,;]$", ""),
 ]
-UNICODE = str.maketrans({"−": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "∪": r"\cup "})
-NAME = re.compile(  # x=  x_1=  f(x)=  AB=  (x,y)=  x\in
-    r"((?:[a-zA-Z]|\\[a-z]+)(?:_\w|_\{\w+\})?(?:\([a-z]\))?|[A-Z]{2}|\([a-z](?:,[a-z])+\))(?:=|\\in(?![a-z]) ?)"
+UNICODE = str.maketrans(
+    {"−": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "∪": r"\cup "}
+    | {"√": r"\sqrt ", "∅": r"\emptyset ", "≤": r"\le ", "≥": r"\ge "}
+)
+SYMBOL = r"(?:[a-zA-Z]|\\[a-z]+)"
+NAME = re.compile(  # x=  x_1=  f(x)=  f^{-1}(x)=  AB=  \angle ABC=  (x,y)=  \text{Area}=  x\in
+    rf"({SYMBOL}(?:\^\{{-1\}})?(?:_\w|_\{{\w+\}})?(?:\([a-zA-Z]\))?|(?:\\angle ?)?[A-Z]{{1,3}}|\\text\{{[a-zA-Z]+\}}"
+    rf"|\({SYMBOL}(?:,{SYMBOL})+\))(?:=|\\in(?![a-z]) ?)"
 )
 NO_UNITS = (  # words that change the number before them
     r"[a-z]*(?:hundred|thousand|illion|below|negative|minus|infinity)|lakh|crore|dozen|score|tens\}|half|halves|third"
-    r"|quarter|(?!month|bath|path|cloth|booth)[a-z]+ths?\}|squared|cubed|factorial|pi\}|plus|over|root|sqrt|power|double"
-    r"|and|or(?!ange)|base|choose|mod"
+    r"|quarter|(?!month|bath|path|cloth|booth)[a-z]+ths?(?:of|\})|mil\}|bn\}|squared|cubed|factorial|pi\}|plus|over"
+    r"|root|sqrt|power|double|and|or(?!ange)|base|choose|mod"
 )
 WORDS = "[cmk]m|kg|mph|inch(?:es)?|foot|feet|yard|mile|meter|second|minute|hour|day|week|month|year|dollar|cent"
 UNIT = re.compile(  # (a constant)(units, at its end): \%, \$, or several of \text{...}, ^\circ and WORDS
@@ -280,7 +291,7 @@ UNIT = re.compile(  # (a constant)(units, at its end): \%, \$, or several of \te
     rf"(\\?%|\\\$|(?:/?(?:\\text\{{(?!{NO_UNITS})(?:(?:[a-zA-Z./]|\^-?[0-9]){{2,}}|[mgshLNJWVCF])\}}"
     rf"|\^\\circ|(?:{WORDS}|degree|percent)s?)(?:\^[0-9]|\^\{{-?[0-9]\}})?)+)"
 )
-UNIT_NAMES = {"degree": r"^\circ", "percent": "%", r"\%": "%", r"\$": "dollar"}
+UNIT_NAMES = {"degree": r"^\circ", "percent": "%", r"\%": "%", r"\$": "dollar", "USD": "dollar", "rad": "radian"}
 DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 NUMBER = re.compile(  # (sign)(whole of a mixed number)(top)/(bottom); the exponent has at most three digits
     rf"([+-]?)(?:([0-9]+) (?=[0-9]+/[0-9]+$))? ?([+-]?{DECIMAL}(?:[eE][+-]?[0-9]{{1,3}})?)(?:/([+-]?{DECIMAL}))?"
@@ -289,22 +300,20 @@ NUMBER = re.compile(  # (sign)(whole of a mixed number)(top)/(bottom); the expon
 
 def extract_answer(response: str) -> str | None:
     """The content of the last complete \\boxed{...}, braces balanced; None if there is none. Linear in the text."""
-    opened, last = [], None  # open braces; (start, end) of the box that opens last
-    for brace in re.finditer("[{}]", response):
-        if brace[0] == "{":
-            opened.append(brace.start())
-        elif opened:
-            start = opened.pop()
-            if response.endswith("\\boxed", 0, start) and (last is None or start > last[0]):
-                last = start, brace.start()
-    return None if last is None else response[last[0] + 1 : last[1]].strip()
+    opened, last = [], (0, 0)  # open braces; where the content of the box that opens last begins and ends
+    for brace in re.finditer(r"(\\boxed\s*)?([{}])", response):
+        if brace[2] == "{":
+            opened.append(brace)
+        elif opened and (opening := opened.pop())[1] and opening.end() > last[0]:
+            last = opening.end(), brace.end() - 1
+    return response[slice(*last)].strip() if last[1] else None
 
 
 def box_or_last_number(response: str) -> str | None:
     """The last boxed answer, else the last number of the text: the paper's evaluation, never the reward."""
     if (boxed := extract_answer(response)) is not None:
         return boxed
-    number = r"(?<![0-9a-zA-Z)}.])-?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    number = r"(?<![0-9a-zA-Z)}.])[-−]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     return (re.findall(number, response) or [None])[-1]
 
 
@@ -433,7 +442,7 @@ def is_equal(answer: str, reference: str) -> bool:
     Order matters in tuples and intervals, not in sets, unions and lists such as 1,2. Left out on purpose: symbolic
     equality. 2(n-1) is not 2n-2 here, nor 2^{10} 1024: it takes a computer algebra system, which is slow and can hang.
     """
-    if answer.strip() == reference.strip():
+    if re.sub(r",\s+", ",", answer.strip()) == re.sub(r",\s+", ",", reference.strip()):  # 1, 200 set tightly: 1,200
         return True
     if max(len(answer), len(reference)) > LONGEST_ANSWER:
         return False
