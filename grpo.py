@@ -77,44 +77,45 @@ def group_advantages(rewards: Tensor, group_size: int, *, normalize_std: bool = 
 
 
 def token_logprobs(
-    hidden: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor, *, temperature: float = 1.0, chunk: int = 1024
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of targets (...) and entropy (...), in nats, of softmax(head(hidden) / temperature).
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy: bool = False,
+) -> tuple[Tensor, ...]:
+    """Log-prob of targets (...) and, if asked for, entropy (...), in nats, of softmax(head(hidden) / temperature).
 
     hidden (..., hidden). The head is applied to `chunk` tokens at a time, and again in the backward pass, so that
     never more than chunk x V logits exist. The entropy carries no gradient.
     """
 
-    def piece(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = wide(head(h)) / temperature  # (chunk, V)
-        total = logits.logsumexp(-1)
-        with torch.no_grad():
-            entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
-        return logits.gather(-1, target[:, None])[:, 0] - total, entropy
+    def piece(h: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        logp = (wide(head(h)) / temperature).log_softmax(-1)  # (chunk, V)
+        found = logp.gather(-1, target[:, None])[:, 0]
+        if not entropy:
+            return (found,)
+        every = logp.detach().clamp(min=torch.finfo(logp.dtype).min)  # 0 log 0 is 0
+        return found, -(every.exp() * every).sum(-1)
 
     pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True)
     apply = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
     outputs = [apply(h, t) for h, t in pieces]
-    logp, entropy = (torch.cat(parts).view(targets.shape) for parts in zip(*outputs, strict=True))
-    return logp, entropy
+    return tuple(torch.cat(parts).view(targets.shape) for parts in zip(*outputs, strict=True))
 
 
-def response_logprobs(
-    decoder, tokens: Tensor, prompt_lengths: Tensor, mask: Tensor, *, temperature: float = 1.0, chunk: int = 1024
-) -> tuple[Tensor, Tensor]:
-    """Dense log-probs and entropy, (N, R) each, of the responses in tokens (N, T): logp_old, logp or logp_ref.
+def response_logprobs(decoder, tokens: Tensor, prompt_lengths: Tensor, mask: Tensor, **settings) -> tuple[Tensor, ...]:
+    """Dense log-probs (N, R) of the responses in tokens (N, T), logp_old, logp or logp_ref, and entropy if asked for.
 
-    mask (N, R) marks each response's tokens; entries outside it are 0. The log-probs are taken at the sampling
-    temperature.
+    mask (N, R) marks each response's tokens; entries outside it are 0. Settings as for `token_logprobs`; the
+    temperature is that of the sampler.
     """
     hidden = decoder.hidden(tokens)  # (N, T, hidden)
     row, step = mask.nonzero(as_tuple=True)  # (M,) each
     before = prompt_lengths[row] + step - 1  # the place whose logits predict the token
-    picked = token_logprobs(
-        hidden[row, before], decoder.head, tokens[row, before + 1], temperature=temperature, chunk=chunk
-    )
-    logp, entropy = (torch.zeros(mask.shape, dtype=x.dtype, device=x.device).index_put((row, step), x) for x in picked)
-    return logp, entropy
+    picked = token_logprobs(hidden[row, before], decoder.head, tokens[row, before + 1], **settings)
+    return tuple(torch.zeros(mask.shape, dtype=x.dtype, device=x.device).index_put((row, step), x) for x in picked)
 
 
 # --------------------------------------------------------------------------------------------- the correction

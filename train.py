@@ -232,14 +232,12 @@ def micro_batches(rows: Tensor, lengths: Tensor, micro_tokens: int) -> Iterator[
     yield torch.tensor(batch)
 
 
-def dense_logprobs(decoder: Decoder, r: Rollout, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy (rows, R) of these responses under dense attention, on the decoder's device."""
+def dense_logprobs(decoder: Decoder, r: Rollout, rows: Tensor, **settings) -> tuple[Tensor, ...]:
+    """`response_logprobs` (rows, R) of these responses, on the decoder's device."""
     device = decoder.embed_tokens.weight.device
     lengths = r.prompt_lengths + r.response_lengths
     tokens = r.tokens[rows, : int(lengths[rows].max())].to(device)
-    return response_logprobs(
-        decoder, tokens, r.prompt_lengths[rows].to(device), r.mask[rows].to(device), temperature=temperature
-    )
+    return response_logprobs(decoder, tokens, r.prompt_lengths[rows].to(device), r.mask[rows].to(device), **settings)
 
 
 @torch.no_grad()
@@ -249,7 +247,8 @@ def score(decoder: Decoder, r: Rollout, config: Config) -> tuple[Tensor, Tensor]
     lengths = r.prompt_lengths + r.response_lengths
     batches = list(micro_batches(torch.arange(len(r.tokens)), lengths, config.micro_tokens))
     for rows in tqdm(batches, desc="scoring", leave=False):
-        logp[rows], entropy[rows] = (x.cpu() for x in dense_logprobs(decoder, r, rows, config.temperature))
+        both = dense_logprobs(decoder, r, rows, temperature=config.temperature, entropy=True)
+        logp[rows], entropy[rows] = (x.cpu() for x in both)
     return logp, entropy
 
 
@@ -299,7 +298,7 @@ def update(
     sums: dict[str, Tensor] = {}
     batches = list(micro_batches(needed, r.prompt_lengths + r.response_lengths, config.micro_tokens))
     for batch in tqdm(batches, desc="update", leave=False):
-        logp, _ = dense_logprobs(job.decoder, r, batch, config.temperature)
+        (logp,) = dense_logprobs(job.decoder, r, batch, temperature=config.temperature)
         given = (logp_old, r.logp_sparse, advantages, r.mask)
         loss, metrics = policy_loss(
             logp,

@@ -292,7 +292,7 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
     inputs = [torch.randn(B * T, weight.shape[1], device=device, dtype=dtype) for weight in matrices]
 
     def learn() -> None:
-        logp, _ = token_logprobs(model.hidden(tokens), model.head, tokens)
+        logp, *_ = token_logprobs(model.hidden(tokens), model.head, tokens, entropy=not torch.is_grad_enabled())
         if torch.is_grad_enabled():
             logp.mean().backward()
             model.zero_grad()

@@ -57,7 +57,7 @@ def log_probs(way: str, tokens: int, vocabulary: int, results: str, width: int =
         logp, entropy = full.gather(-1, targets[:, None])[:, 0], -(full.detach().exp() * full.detach()).sum(-1)
         del full
     else:
-        logp, entropy = token_logprobs(hidden, head, targets, chunk=128)
+        logp, entropy = token_logprobs(hidden, head, targets, chunk=128, entropy=True)
     logp.sum().backward()
     peak = high_water() - before
     values = {"log-probs": logp.detach(), "entropies": entropy, "gradients": hidden.grad, "head": head.weight.grad}

@@ -47,21 +47,21 @@ def baseline_of_the_survivors(rewards, group_size, logp, logp_old, logp_sparse, 
 # --------------------------------------------------------------------------------------------------- dense log-probs
 
 
-def scored_at_temperature_one(hidden, head, targets, *, temperature=1.0, chunk=1024):
+def scored_at_temperature_one(hidden, head, targets, *, temperature=1.0, **settings):
     """The learner forgets the temperature of the sampler (trl PR 3029, 4159)."""
-    return grpo.token_logprobs(hidden, head, targets, chunk=chunk)
+    return grpo.token_logprobs(hidden, head, targets, **settings)
 
 
-def all_logits_at_once(hidden, head, targets, *, temperature=1.0, chunk=1024):
+def all_logits_at_once(hidden, head, targets, *, chunk=1024, **settings):
     """Tokens x vocabulary is materialised."""
-    return grpo.token_logprobs(hidden, head, targets, temperature=temperature, chunk=targets.numel())
+    return grpo.token_logprobs(hidden, head, targets, chunk=targets.numel(), **settings)
 
 
 def chunks_kept_for_the_backward(hidden, head, targets, *, temperature=1.0, chunk=1024):
     """Chunks, but all their logits stay alive until the backward pass."""
     logits = torch.cat([head(h) for h in hidden.flatten(0, -2).split(chunk)]) / temperature
     logp = logits.log_softmax(-1)
-    return logp.gather(-1, targets.flatten()[:, None]).view(targets.shape), -(logp.exp() * logp).sum(-1)
+    return (logp.gather(-1, targets.flatten()[:, None]).view(targets.shape),)
 
 
 def scored_one_place_late(decoder, tokens, prompt_lengths, mask, **settings):

@@ -195,7 +195,8 @@ def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance, 
 
     dense = (hidden @ matrix / temperature).log_softmax(-1)  # (3, 7, V)
     expected = dense.gather(-1, targets[..., None])[..., 0]
-    logp, entropy = token_logprobs(hidden, lambda h: h @ matrix, targets, temperature=temperature, chunk=chunk)
+    settings = {"temperature": temperature, "chunk": chunk}
+    logp, entropy = token_logprobs(hidden, lambda h: h @ matrix, targets, entropy=True, **settings)
     assert_close(logp, expected, atol=tolerance, rtol=tolerance)
     assert_close(entropy, -(dense.exp() * dense).sum(-1).detach(), atol=tolerance, rtol=tolerance)
     assert not entropy.requires_grad
@@ -207,14 +208,14 @@ def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance, 
 
 def test_logprobs_are_taken_at_the_sampling_temperature(token_logprobs=grpo.token_logprobs):
     """Logits [2, 1, 0, -1] at T = 0.6 give token 1 a log-prob of -1.8747 (trl PR 3029, 4159)."""
-    logp, _ = token_logprobs(f64([[2, 1, 0, -1]]), lambda h: h, torch.tensor([1]), temperature=0.6)
+    (logp,) = token_logprobs(f64([[2, 1, 0, -1]]), lambda h: h, torch.tensor([1]), temperature=0.6)
     assert float(logp) == pytest.approx(-1.8747, abs=5e-5)
 
 
 def test_extreme_logits_keep_log_prob_and_entropy_finite(token_logprobs=grpo.token_logprobs):
     """Logits of 1,000, -1,000 and minus infinity: the log-prob is exact and the entropy 0, in fp32."""
     logits, targets = torch.tensor([[1000.0, 0.0, -1000.0, -INF]] * 2), torch.tensor([0, 2])
-    logp, entropy = token_logprobs(logits, lambda h: h, targets)
+    logp, entropy = token_logprobs(logits, lambda h: h, targets, entropy=True)
     assert logp.tolist() == [0, -2000] and entropy.tolist() == [0, 0]
 
 
@@ -230,7 +231,7 @@ def test_never_more_logits_than_one_chunk(token_logprobs=grpo.token_logprobs):
         return logits
 
     hidden = torch.ones(5, 6, 8, requires_grad=True)
-    logp, _ = token_logprobs(hidden, head, torch.zeros(5, 6, dtype=torch.long), chunk=7)
+    (logp,) = token_logprobs(hidden, head, torch.zeros(5, 6, dtype=torch.long), chunk=7)
     assert rows == [7, 7, 7, 7, 2]
     logp.sum().backward()
     assert sorted(rows) == sorted(2 * [7, 7, 7, 7, 2])
@@ -242,7 +243,8 @@ def test_response_logprobs_score_each_token_from_the_place_before(response_logpr
     tokens = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(1))
     prompts, lengths = [3, 1, 5, 2], [4, 3, 0, 1]
     mask = torch.arange(4) < torch.tensor(lengths)[:, None]
-    logp, entropy = response_logprobs(decoder, tokens, torch.tensor(prompts), mask, temperature=0.7, chunk=3)
+    settings = {"temperature": 0.7, "chunk": 3, "entropy": True}
+    logp, entropy = response_logprobs(decoder, tokens, torch.tensor(prompts), mask, **settings)
 
     expected = torch.zeros(4, 4, dtype=torch.float64)
     for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
@@ -843,7 +845,7 @@ def test_at_least_fp32_and_float64_stays(dtype, computed):
     assert grpo.consistency_ratio(logp_old, logp_sparse, mask).dtype == computed
     assert grpo.kl_to_reference(logp, logp_ref, mask).dtype == computed
     assert grpo.group_advantages(advantages, 2).dtype == computed
-    scored = grpo.token_logprobs(torch.ones(3, 4, dtype=dtype), lambda h: h, torch.tensor([0, 1, 2]))
+    scored = grpo.token_logprobs(torch.ones(3, 4, dtype=dtype), lambda h: h, torch.tensor([0, 1, 2]), entropy=True)
     assert [x.dtype for x in scored] == [computed] * 2
 
 
