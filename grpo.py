@@ -97,7 +97,7 @@ def token_logprobs(
         if not entropy:
             return (found,)
         every = logp.detach().clamp(min=torch.finfo(logp.dtype).min)  # 0 log 0 is 0
-        return found, -(every.exp() * every).sum(-1)
+        return found, -every.exp().mul_(every).sum(-1)
 
     pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True)
     apply = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
