@@ -244,6 +244,8 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
 
 LONGEST_ANSWER = 1000  # characters; a longer answer equals only itself
 DEEPEST = 8  # brackets in brackets; what lies deeper is compared as text
+RELATION = r"(?s:.*)(?:[<>]|\\(?:[lg][et]q?|neq?|equiv|in)(?![a-z]))"  # of two of them, `and` is not `or`
+BEFORE = r"(^|[-+=(\[,]|\\pm)\s*"  # what may stand before a term
 IRRATIONAL = r"(\\pi|\\sqrt\s*(?:\{[^{}]*\}|[0-9]))(?=\s*(?:[.,;]?$|[,)\]]))"  # at the end of an answer or a member
 REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one spelling stands for all
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -251,16 +253,19 @@ REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one
     (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " "),
     (r"\\(?:text(?:bf|it|rm|normal)?|[mh]box|math(?:rm|bf|it)|operatorname)\s*\{", r"\\text{"),
     (r"\\text\{(\s*|\s*,?\s*(?:and|or)\s*)\}", r" \1 "),
-    (r"(?:,\s*|(?<=[0-9})\]])\s*|(?<=[^{\s]\s)\s*)(?:and|or)(?![a-zA-Z]|.*(?:[<>]|\\[lg]e))", ","),  # 5 or 9: 5,9
+    (rf"(?:,\s*|(?<=[0-9}})\]])\s*|(?<=\\circ)\s*|(?<=\\pi)\s*)(?:and|or)(?![a-zA-Z]|{RELATION})", ","),  # 5 or 9: 5,9
     (r"(?<![\\a-zA-Z])[A-Z](?=[a-z]{2})", lambda match: match[0].lower()),  # Even: even
-    (r"(?<=[0-9})])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|\(|(?!e[-+0-9])[a-zA-Z])", ""),  # 2 \cdot x: 2x
+    (r"(?<=[0-9}])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|(?!e[-+0-9])[a-zA-Z])", ""),  # 2 \cdot \pi: 2\pi
     (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
     (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
     (r"\\mid(?![a-zA-Z])", "|"),
     (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac\1\2"),
-    (rf"\\frac(?:\{{1\}}|1)(\{{[0-9]+\}}|[0-9])\s*{IRRATIONAL}", r"\\frac{\2}\1"),  # \frac12\pi: \frac\pi2
-    (rf"\\frac\{{?([0-9]+)\}}?(\{{[0-9]+\}}|[0-9])\s*{IRRATIONAL}", r"\\frac{\1\3}\2"),
-    (r"(^|[(\[{,=])\s*\\frac\s*\{\s*-((?:[^{}+-]|\{[^{}]*\})*)\}", r"\1-\\frac{\2}"),  # \frac{-a}{b}: -\frac ab
+    (rf"{BEFORE}\\frac(?:\{{1\}}|1)(\{{[0-9]+\}}|[0-9])\s*{IRRATIONAL}", r"\1\\frac{\3}\2"),  # \frac12\pi: \frac\pi2
+    (rf"{BEFORE}\\frac(?:\{{([0-9]+)\}}|([0-9]))(\{{[0-9]+\}}|[0-9])\s*{IRRATIONAL}", r"\1\\frac{\2\3\5}\4"),
+    (  # \frac{-a}{b}: -\frac ab
+        r"(^|[(\[,=])\s*\\frac\s*\{\s*-((?:[0-9a-zA-Z]|\\pi|\\sqrt\s*\{[^{}]*\})+)\}(\{[^{}]*\}|[0-9])(?![!^])",
+        r"\1-\\frac{\2}\3",
+    ),
     (r"\s*([{}])\s*", r"\1"),
     (r"(?<!\\)(?<!\\text)\{([a-zA-Z]|\\[a-zA-Z]+)\}", r" \1 "),  # \cos{x}: \cos x
     (r"(?<!\\)(?<!\\text)\{([0-9])\}", r"\1"),  # \frac{1}{2}: \frac12, x^{2}: x^2
@@ -273,17 +278,17 @@ REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one
 ]
 UNICODE = str.maketrans(
     {"−": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "∪": r"\cup "}
-    | {"√": r"\sqrt ", "∅": r"\emptyset ", "≤": r"\le ", "≥": r"\ge "}
+    | {"∅": r"\emptyset ", "≤": r"\le ", "≥": r"\ge "}
 )
 SYMBOL = r"(?:[a-zA-Z]|\\[a-z]+)"
-NAME = re.compile(  # x=  x_1=  f(x)=  f^{-1}(x)=  AB=  \angle ABC=  (x,y)=  \text{Area}=  x\in
-    rf"({SYMBOL}(?:\^\{{-1\}})?(?:_\w|_\{{\w+\}})?(?:\([a-zA-Z]\))?|(?:\\angle ?)?[A-Z]{{1,3}}|\\text\{{[a-zA-Z]+\}}"
-    rf"|\({SYMBOL}(?:,{SYMBOL})+\))(?:=|\\in(?![a-z]) ?)"
+NAME = re.compile(  # x=  x_1=  f(x)=  f^{-1}(x)=  AB=  \angle ABC=  area=  (x,y)=  x\in
+    rf"({SYMBOL}(?:\^\{{-1\}}(?=\())?(?:_\w|_\{{\w+\}})?(?:\([a-zA-Z]\))?|(?:\\angle ?)?[A-Z]{{1,3}}"
+    rf"|(?!not|minus)[a-z]{{3,}}|\({SYMBOL}(?:,{SYMBOL})+\))(?:=|\\in(?![a-z]) ?)"
 )
 NO_UNITS = (  # words that change the number before them
     r"[a-z]*(?:hundred|thousand|illion|below|negative|minus|infinity)|lakh|crore|dozen|score|tens\}|half|halves|third"
-    r"|quarter|(?!month|bath|path|cloth|booth)[a-z]+ths?(?:of|\})|mil\}|bn\}|squared|cubed|factorial|pi\}|plus|over"
-    r"|root|sqrt|power|double|and|or(?!ange)|base|choose|mod"
+    r"|quarter|(?!month|bath|path|cloth|booth)[a-z]+ths?(?:of|\})|[A-Z]*ILLION|[mM]il(?!e|li|k)|[mMbBtT]l?n|squared"
+    r"|cubed|factorial|pi\}|plus|over|root|sqrt|power|double|and|or(?!ange)|base|choose|mod"
 )
 WORDS = "[cmk]m|kg|mph|inch(?:es)?|foot|feet|yard|mile|meter|second|minute|hour|day|week|month|year|dollar|cent"
 UNIT = re.compile(  # (a constant)(units, at its end): \%, \$, or several of \text{...}, ^\circ and WORDS
@@ -300,12 +305,12 @@ NUMBER = re.compile(  # (sign)(whole of a mixed number)(top)/(bottom); the expon
 
 def extract_answer(response: str) -> str | None:
     """The content of the last complete \\boxed{...}, braces balanced; None if there is none. Linear in the text."""
-    opened, last = [], (0, 0)  # open braces; where the content of the box that opens last begins and ends
+    opened, last = [], (0, 0)  # where the content of each open box begins, 0 for other braces; the last box's content
     for brace in re.finditer(r"(\\boxed\s*)?([{}])", response):
         if brace[2] == "{":
-            opened.append(brace)
-        elif opened and (opening := opened.pop())[1] and opening.end() > last[0]:
-            last = opening.end(), brace.end() - 1
+            opened.append(brace.end() if brace[1] else 0)
+        elif opened and (start := opened.pop()) > last[0]:
+            last = start, brace.end() - 1
     return response[slice(*last)].strip() if last[1] else None
 
 
@@ -322,7 +327,7 @@ EXTRACTORS = {"boxed": extract_answer, "last-number": box_or_last_number}
 
 def normalise(text: str) -> str:
     """The text after all REWRITES. A bare comma groups thousands outside brackets only: (1,200) is a pair."""
-    text = text.translate(UNICODE)
+    text = re.sub("√ ?([0-9]+)", r"\\sqrt{\1}", text).translate(UNICODE)
     comma = r",\s*\\!\s*|\{,\}|\\," + ("" if re.search(r"[()\[\]]|\\\{", text) else "|,")
     thousands = rf"(?<![0-9,.])[1-9][0-9]{{0,2}}(?:(?:{comma})[0-9]{{3}})+(?!,?[0-9])"
     text = re.sub(thousands, lambda match: re.sub("[^0-9]", "", match[0]), text)
@@ -442,7 +447,8 @@ def is_equal(answer: str, reference: str) -> bool:
     Order matters in tuples and intervals, not in sets, unions and lists such as 1,2. Left out on purpose: symbolic
     equality. 2(n-1) is not 2n-2 here, nor 2^{10} 1024: it takes a computer algebra system, which is slow and can hang.
     """
-    if re.sub(r",\s+", ",", answer.strip()) == re.sub(r",\s+", ",", reference.strip()):  # 1, 200 set tightly: 1,200
+    a, b = answer.strip(), reference.strip()
+    if a in (b, re.sub(r",\s+", ",", b)) or b == re.sub(r",\s+", ",", a):  # 70,110 may be the list 70, 110
         return True
     if max(len(answer), len(reference)) > LONGEST_ANSWER:
         return False

@@ -597,8 +597,10 @@ def memory(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
 
     weights + gradients + optimizer = 16 bytes a parameter in fp32 (4, 4 and 8), 2 more for the copy in bf16.
     KV cache  = `cache.nbytes` for the rows sampled at a time (2 L B K (budget + buffer) D itemsize and a little).
-    activations of a micro-batch of M tokens, e bytes an item: M L (8 hidden + e (4 hidden + 3 H D + 2 K D +
-    4 intermediate)), or with checkpointing M L e hidden and one layer's; and three fp32 copies of 1,024 tokens' logits.
+    activations of a micro-batch of M tokens, e bytes an item: each layer keeps
+        M (8 hidden + e (4 hidden + 3 H D + 2 K D + 4 intermediate)), with checkpointing M e hidden;
+    to that comes the larger of two backward passes: the head's, 3 copies of 1,024 tokens' fp32 logits and a gradient of
+    e V hidden, and a layer's, 3 M e intermediate and, with checkpointing, what the layer keeps otherwise.
     """
     c, item = model, getattr(torch, config.dtype).itemsize
     with torch.device("meta"):
@@ -609,7 +611,8 @@ def memory(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
     tokens = min(max(config.micro_tokens, longest), rows * longest)
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     layer = 8 * c.hidden_size + item * (4 * c.hidden_size + 3 * queries + 2 * keys + 4 * c.intermediate_size)
-    kept = c.layers * item * c.hidden_size + layer if config.gradient_checkpointing else c.layers * layer
+    kept, again = (item * c.hidden_size, layer) if config.gradient_checkpointing else (layer, 0)
+    head = 3 * 4 * min(1024, tokens) * c.vocab_size + item * c.vocab_size * c.hidden_size
     return {
         "parameters": parameters,
         "weights": (4 + (item if item < 4 else 0)) * parameters,
@@ -618,7 +621,7 @@ def memory(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
         "reference": item * parameters if config.kl_coef else 0,
         "cache": sum(cache.nbytes.values()),
         "dense cache": sum(dense.nbytes.values()),
-        "activations": tokens * kept + 3 * 4 * min(1024, tokens) * c.vocab_size,
+        "activations": tokens * c.layers * kept + max(head, tokens * (3 * item * c.intermediate_size + again)),
     }
 
 

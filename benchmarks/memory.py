@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py cache      # the process while it samples 4,096 tokens, dense against budget 512
     python benchmarks/memory.py scoring    # log-probs and entropy at V = 151,936, whole logits against chunks
+    python benchmarks/memory.py learner    # a micro-batch of the bundled model, against the formula of `train.memory`
     python benchmarks/memory.py sizes      # Qwen2.5 by the formula of `train.memory`, nothing is allocated
 
 Each measurement is a process of its own and reports its resident memory (the operating system's high-water mark) above
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval import ASSETS, megabytes, parse_config, table
 from grpo import token_logprobs
-from model import ModelConfig, load_model
+from model import ModelConfig, load_config, load_model
 from rollout import rollout
 from train import Config, memory
 
@@ -65,6 +66,24 @@ def log_probs(way: str, tokens: int, vocabulary: int, results: str, width: int =
     return {"peak": peak}
 
 
+def learn(way: str, rows: int, tokens: int) -> dict:
+    """Score rows of `tokens` tokens with the bundled model, or go forward and backward, keeping what `way` says."""
+    model = load_model(ASSETS / "model")
+    model.checkpointing = way == "checkpointing"
+    ids = (torch.arange(rows * tokens) % model.config.vocab_size).view(rows, tokens)
+
+    def pass_over(ids: torch.Tensor) -> None:
+        logp, *_ = token_logprobs(model.hidden(ids), model.head, ids, entropy=way == "scoring")
+        if way != "scoring":
+            logp.mean().backward()
+
+    with torch.set_grad_enabled(way != "scoring"):
+        pass_over(ids[:1, :2])  # from here on there are gradients
+        before = high_water()
+        pass_over(ids)
+    return {"peak": high_water() - before}
+
+
 def measured(what: str, way: str, *arguments) -> dict:
     """The report of one measurement in a process of its own."""
     command = [sys.executable, __file__, what, "--one", way, *map(str, arguments)]
@@ -97,6 +116,20 @@ def scoring(tokens: int, vocabulary: int) -> None:
     print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences))
 
 
+def learner(rows: int, tokens: int) -> None:
+    """Print the peak of a micro-batch of the learner, and what the formula makes of it."""
+    lines, micro = [], ["--micro-tokens", str(rows * tokens)]
+    for way, option in (("scoring", None), ("update", []), ("checkpointing", ["--gradient-checkpointing"])):
+        peak = measured("learner", way, "--rows", rows, "--tokens", tokens)["peak"]
+        formula = ""
+        if option is not None:
+            config, _ = parse_config(Config, [*micro, *option], "train.py", "")
+            formula = megabytes(memory(config, load_config(ASSETS / "model"), tokens)["activations"])
+        lines.append([way, megabytes(peak), formula])
+    print(f"{rows} rows of {tokens:,} tokens, bundled model")
+    print(table(["pass", "peak", "formula"], lines))
+
+
 QWEN = {  # hidden_size, intermediate_size, layers, heads, KV heads, tied head; head_dim is hidden_size / heads
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, True),
     "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, True),
@@ -126,22 +159,28 @@ def sizes(longest: int) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cache", "scoring", "sizes"])
-    parser.add_argument("--rows", type=int, default=16, help="rows sampled (cache)")
-    parser.add_argument("--tokens", type=int, help="tokens a row (cache, 4096; sizes, 5120), or in all (scoring, 2048)")
+    parser.add_argument("what", choices=["cache", "scoring", "learner", "sizes"])
+    parser.add_argument("--rows", type=int, default=16, help="rows (cache, learner)")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens a row (cache, 4096; learner, 512; sizes, 5120), or in all (scoring, 2048)"
+    )
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the single measurement that this process makes
     parser.add_argument("--results", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tokens = args.tokens or {"cache": 4096, "scoring": 2048, "sizes": 1024 + 4096}[args.what]
+    tokens = args.tokens or {"cache": 4096, "scoring": 2048, "learner": 512, "sizes": 1024 + 4096}[args.what]
     if min(args.rows, tokens, args.vocabulary) < 2:
         parser.error("--rows, --tokens and --vocabulary must be at least 2")
     if args.one and args.what == "cache":
         print(json.dumps(sample(args.one, args.rows, tokens)))
+    elif args.one and args.what == "learner":
+        print(json.dumps(learn(args.one, args.rows, tokens)))
     elif args.one:
         print(json.dumps(log_probs(args.one, tokens, args.vocabulary, args.results)))
     elif args.what == "cache":
         cache(args.rows, tokens)
+    elif args.what == "learner":
+        learner(args.rows, tokens)
     elif args.what == "sizes":
         sizes(tokens)
     else:

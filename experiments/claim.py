@@ -135,7 +135,7 @@ def planned(config: Settings) -> dict[str, tuple[str, dict]]:
         cells = [(arm, budget, lr) for lr in MAP_LRS for budget in MAP_BUDGETS for arm in THREE]
         seeds = config.seeds_or(MAP_SEEDS)
     else:
-        arms = [*THREE, *IDEAS] if config.ideas else ARMS if config.full or config.serve else THREE
+        arms = [*(ARMS if config.full or config.serve else THREE), *(IDEAS if config.ideas or config.serve else ())]
         cells = [(arm, BUDGET, LR) for arm in arms]
         cells += [(arm, BUDGET, CONTROL_LR) for arm in THREE] if config.ideas or config.serve else []
         seeds = config.seeds_or(SEEDS if config.full or config.ideas or config.serve else SEEDS[:1])
@@ -429,7 +429,7 @@ def training(config: Settings, out: Path, workers: int) -> list[str]:
 
 
 def serving(config: Settings, out: Path, workers: int) -> list[str]:
-    """The final models that exist of --full and of the smaller learning rate, and the start, under every decoding."""
+    """The final models that exist of --full and --ideas, and the start, under every decoding."""
     plan = planned(config)
     models = {"start": ("start", Path(BASE["model"]))}
     models |= {
