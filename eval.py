@@ -633,7 +633,7 @@ def parse_config(config_class, argv: list[str] | None, prog: str, description: s
     for f in fields(config_class):
         kind = next(t for t in (*typing.get_args(types[f.name]), types[f.name]) if t is not type(None))
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        text = f"{f.metadata['help']} (default: {f.default if f.default != '' else 'none'})"
+        text = f"{f.metadata['help']} (default: {'none' if f.default in ('', None) else f.default})"
         if f.metadata["choices"]:
             how["choices"] = f.metadata["choices"]
         parser.add_argument(flag(f.name), help=text.replace("%", "%%"), **how)

@@ -187,7 +187,7 @@ def rollout(
     cached_tokens = dense_tokens = 0.0
     rows = torch.arange(N)  # the response that each active row of the cache belongs to
     for t in tqdm(
-        range(max_new_tokens), desc="rollout", unit="tok", leave=False, mininterval=0.5, disable=not progress
+        range(max_new_tokens), desc="rollout", unit="step", leave=False, mininterval=0.5, disable=not progress
     ):
         cached_tokens += cache.tokens
         dense_tokens += float((prompt_lengths[rows] + t).sum())

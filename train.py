@@ -648,6 +648,9 @@ def plan(config: Config, inputs: Inputs) -> str:
             f"model     {config.model}: {need['parameters']:,} parameters, {config.dtype}",
             f"memory    {', '.join(f'{name} {megabytes(need[name])}' for name in parts if need[name])} (estimates)",
             f"problems  {len(lengths)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
+            f"held out  {len(inputs.held_out)} in {config.eval_data}"
+            if inputs.held_out
+            else "held out  none, so nothing is evaluated: --eval-data names a file",
             f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} "
             f"tokens ({rows * config.max_new_tokens:,} in all), {config.updates} update(s); {config.steps} steps",
             f"KV cache  {config.compressor} {megabytes(need['cache'])}, dense {megabytes(need['dense cache'])} "
@@ -690,6 +693,8 @@ def summary(job: Job, metrics: list[dict], evaluations: list[dict]) -> str:
     means = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
     parts = {name: len(metrics) * means[f"{name}_seconds"] for name in ("rollout", "scoring", "update")}
     shares = ", ".join(f"{name} {value:.0f} s ({value / sum(parts.values()):.0%})" for name, value in parts.items())
+    if job.config.compressor != "full" and means["kv_saved"] == 0:
+        lines.append("nothing was evicted, so this was dense GRPO: lower --budget or --buffer")
     lines += [
         f"means of {len(metrics)} steps: reward {means['reward_mean']:.3f}, "
         f"groups without signal {means['groups_without_signal']:.1%}, rejected {means['rejected']:.1%}, "

@@ -29,16 +29,18 @@ PANELS = (  # column, title
 
 def read_run(folder: Path) -> dict:
     """A run folder of train.py: {"settings", "metrics", "evaluations"}. ValueError if it is none."""
+
+    def lines(file: Path) -> list[dict]:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        metrics, evaluations = (
-            [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
-            for name in ("metrics.jsonl", "evals.jsonl")
-        )
         Config(**settings)
+        evaluated = (folder / "evals.jsonl").exists()  # not without held-out problems
+        evaluations = lines(folder / "evals.jsonl") if evaluated else []
+        return {"settings": settings, "metrics": lines(folder / "metrics.jsonl"), "evaluations": evaluations}
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder} is not the folder of a train.py run with evaluations ({error})") from None
-    return {"settings": settings, "metrics": metrics, "evaluations": evaluations}
+        raise ValueError(f"{folder} is not the folder of a train.py run ({error})") from None
 
 
 def series(run: dict, column: str) -> dict[int, float]:
@@ -82,7 +84,7 @@ def draw(groups: dict[str, list[dict]], file: Path) -> None:
         ax.grid(alpha=0.3)
         if column == "grad_norm":
             ax.set_yscale("symlog", linthresh=0.01)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+    figure.legend(*axes.flat[2].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(file, dpi=110)
     pyplot().close(figure)
 
@@ -110,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         if not given.out.parent.is_dir():
             raise ValueError(f"--out: the folder {given.out.parent} does not exist")
         draw(group([read_run(folder) for folder in given.runs]), given.out)
-    print(f"{len(given.runs)} runs are drawn in {given.out}")
+    print(f"wrote {given.out}")
 
 
 if __name__ == "__main__":
