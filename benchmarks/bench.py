@@ -9,7 +9,7 @@ Parts (--parts):
             step (by `F.linear`, and as model.py takes them), and the time to read its weights, keys and values once at
             the bandwidth measured here
   shares    where a rollout's time goes: prefill, projections, attention, compressing, MLP, head, sampling, the rest
-  learner   scoring and update, tokens/s, against the same matrix products alone
+  learner   scoring and update, tokens/s, against the same matrix products alone, and the peak memory
   memory    bytes of the cache by part, and how many rows fit into --kv-gib
 
 The rollouts are real ones of rollout.py. Their steps are timed by a clock around the model, so that one rollout gives
@@ -34,6 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from memory import high_water
+
 import rollout as sampler
 from eval import (
     ASSETS,
@@ -284,7 +287,10 @@ def measure_shares(model: Decoder, config: Settings) -> list[dict]:
 
 
 def measure_learner(model: Decoder, config: Settings) -> list[dict]:
-    """Tokens/s of scoring and of forward and backward, and their share of the rate of the matrix products alone."""
+    """Tokens/s of scoring and of forward and backward, and their share of the rate of the matrix products alone.
+
+    The peak is the whole process's until then, so it is that of these passes if no other part ran before.
+    """
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
     B, T = config.learner_rows, numbers(config.lengths)[0]
     tokens = torch.randint(model.config.vocab_size, (B, T), device=device)
@@ -310,6 +316,10 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
         ("update", "all"): learn,
         ("update", "products"): products,
     }
+    peaks = {}
+    for name in ("scoring", "update"):
+        cases[name, "all"]()
+        peaks[name] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else high_water()
     spent = medians(cases, config.repeats)
     return [
         {
@@ -317,6 +327,7 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
             "tokens": B * T,
             "tokens_per_second": B * T / spent[name, "all"],
             "products_share": spent[name, "products"] / spent[name, "all"],
+            "peak_so_far": peaks[name],
         }
         for name in ("scoring", "update")
     ]
@@ -339,7 +350,9 @@ def measure_memory(model: Decoder, config: Settings) -> list[dict]:
 
 def shown(record: dict) -> list[str]:
     """A line of a table: bytes in MiB, speeds in whole tokens, other floats with two digits."""
-    form = {"keys_and_values": megabytes, "beside": megabytes, "tokens_per_second": "{:.0f}".format}
+    form = dict.fromkeys(("keys_and_values", "beside", "peak_so_far"), megabytes) | {
+        "tokens_per_second": "{:.0f}".format
+    }
     return [
         form.get(name, "{:.2f}".format if isinstance(value, float) else str)(value) for name, value in record.items()
     ]
