@@ -294,14 +294,19 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
     B, T = config.learner_rows, numbers(config.lengths)[0]
     tokens = torch.randint(model.config.vocab_size, (B, T), device=device)
-    matrices = linears(model)
-    inputs = [torch.randn(B * T, weight.shape[1], device=device, dtype=dtype) for weight in matrices]
 
     def learn() -> None:
         logp, *_ = token_logprobs(model.hidden(tokens), model.head, tokens, entropy=not torch.is_grad_enabled())
         if torch.is_grad_enabled():
             logp.mean().backward()
             model.zero_grad()
+
+    passes, peaks = {"scoring": torch.no_grad()(learn), "update": learn}, {}
+    for name, function in passes.items():
+        function()
+        peaks[name] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else high_water()
+    matrices = linears(model)
+    inputs = [torch.randn(B * T, weight.shape[1], device=device, dtype=dtype) for weight in matrices]
 
     def products() -> None:
         for x, weight in zip(inputs, matrices, strict=True):
@@ -311,15 +316,11 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
                 torch.mm(y.mT, x)  # and of the weight
 
     cases = {
-        ("scoring", "all"): torch.no_grad()(learn),
+        ("scoring", "all"): passes["scoring"],
         ("scoring", "products"): torch.no_grad()(products),
-        ("update", "all"): learn,
+        ("update", "all"): passes["update"],
         ("update", "products"): products,
     }
-    peaks = {}
-    for name in ("scoring", "update"):
-        cases[name, "all"]()
-        peaks[name] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else high_water()
     spent = medians(cases, config.repeats)
     return [
         {
@@ -329,7 +330,7 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
             "products_share": spent[name, "products"] / spent[name, "all"],
             "peak_so_far": peaks[name],
         }
-        for name in ("scoring", "update")
+        for name in passes
     ]
 
 
