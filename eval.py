@@ -244,7 +244,7 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
 
 LONGEST_ANSWER = 1000  # characters; a longer answer equals only itself
 DEEPEST = 8  # brackets in brackets; what lies deeper is compared as text
-RELATION = r"(?s:.*)(?:[<>]|\\(?:[lg][et]q?|neq?|equiv|in)(?![a-z]))"  # of two of them, `and` is not `or`
+RELATION = r"(?s:.*)(?:[<>]|\\(?:[lg][et]|ne|equiv|(?:not)?in)(?![a-z]))"  # of two of them, `and` is not `or`
 BEFORE = r"(^|[-+=(\[,]|\\pm)\s*"  # what may stand before a term
 IRRATIONAL = r"(\\pi|\\sqrt\s*(?:\{[^{}]*\}|[0-9]))(?=\s*(?:[.,;]?$|[,)\]]))"  # at the end of an answer or a member
 REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one spelling stands for all
@@ -252,11 +252,11 @@ REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\$", ""),
     (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " "),
     (r"\\(?:text(?:bf|it|rm|normal)?|[mh]box|math(?:rm|bf|it)|operatorname)\s*\{", r"\\text{"),
+    (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
     (r"\\text\{(\s*|\s*,?\s*(?:and|or)\s*)\}", r" \1 "),
     (rf"(?:,\s*|(?<=[0-9}})\]])\s*|(?<=\\circ)\s*|(?<=\\pi)\s*)(?:and|or)(?![a-zA-Z]|{RELATION})", ","),  # 5 or 9: 5,9
     (r"(?<![\\a-zA-Z])[A-Z](?=[a-z]{2})", lambda match: match[0].lower()),  # Even: even
     (r"(?<=[0-9}])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|(?!e[-+0-9])[a-zA-Z])", ""),  # 2 \cdot \pi: 2\pi
-    (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
     (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
     (r"\\mid(?![a-zA-Z])", "|"),
     (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac\1\2"),

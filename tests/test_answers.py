@@ -153,6 +153,8 @@ LOOK_ALIKES = [  # each group's members differ from one another
     [r"x\ne 1 \text{ and } x\ne 2", r"x\ne 1 \text{ or } x\ne 2"],
     [r"x\lt 1 \text{ or } x\gt 3", r"x\lt 1 \text{ and } x\gt 3"],
     ["x<1 or\nx>3", "x<1 and\nx>3"],
+    [r"x\leqslant 1 \text{ or } x\geqslant 3", r"x\leqslant 1 \text{ and } x\geqslant 3"],
+    [r"x\notin 1 \text{ or } x\notin 3", r"x\notin 1 \text{ and } x\notin 3"],
     [r"f^{-1}\cdot(3)", "f^{-1}(3)"],
     [r"\mathbf{a}\times(b)", r"\mathbf{a}\cdot(b)"],
     [r"(\frac{-1\pm\sqrt5}{2},\frac{1\pm\sqrt5}{2})", r"(-\frac{1\pm\sqrt5}{2},\frac{1\pm\sqrt5}{2})"],
