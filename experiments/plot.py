@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval import one_sentence
-from train import Config, experiment
+from train import Config, experiment, read_lines
 
 PANELS = (  # column, title
     ("dense", "greedy accuracy, dense"),
@@ -28,19 +28,19 @@ PANELS = (  # column, title
 
 
 def read_run(folder: Path) -> dict:
-    """A run folder of train.py: {"settings", "metrics", "evaluations"}. ValueError if it is none."""
+    """A run folder of train.py: {"settings", "metrics", "evaluations"}, none of the last without held-out problems.
 
-    def lines(file: Path) -> list[dict]:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
+    ValueError if it is no such folder, or one without a finished step.
+    """
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         Config(**settings)
-        evaluated = (folder / "evals.jsonl").exists()  # not without held-out problems
-        evaluations = lines(folder / "evals.jsonl") if evaluated else []
-        return {"settings": settings, "metrics": lines(folder / "metrics.jsonl"), "evaluations": evaluations}
+        metrics, evaluations = (read_lines(folder / name, sys.maxsize) for name in ("metrics.jsonl", "evals.jsonl"))
+        if not metrics:
+            raise ValueError("no step is finished")
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder} is not the folder of a train.py run ({error})") from None
+    return {"settings": settings, "metrics": metrics, "evaluations": evaluations}
 
 
 def series(run: dict, column: str) -> dict[int, float]:

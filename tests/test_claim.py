@@ -145,6 +145,17 @@ def test_the_parts_share_the_runs_that_they_have_in_common(claim):
     assert sum(name.startswith("dense") for name in cells) == len(claim.MAP_LRS) * len(claim.MAP_SEEDS)
 
 
+def test_a_run_without_evaluations_is_drawn(tmp_path):
+    """Its metrics are read, and a line that a live run has not finished is left out; without a step it is refused."""
+    plot = load("plot")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no step is finished"):
+        plot.read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "rew')
+    run = plot.read_run(tmp_path)
+    assert plot.series(run, "reward_mean") == {1: 0.5} and plot.series(run, "dense") == {}
+
+
 def test_a_bad_argument_gets_one_sentence(claim, tmp_path, capsys):
     """Exit code 2, and the flag's name."""
     plot = load("plot")

@@ -272,6 +272,15 @@ def test_a_budget_that_never_evicts_is_said(files, tmp_path, capsys):
         assert ("NEVER" in capsys.readouterr().out) == never
 
 
+@pytest.mark.parametrize("budget", ["8", "512"])
+def test_a_run_says_at_its_end_whether_nothing_was_evicted(budget, files, tmp_path, capsys):
+    """Then it was dense GRPO; and at its start that without held-out problems nothing is evaluated."""
+    run(files, tmp_path / "run", "--steps", "1", "--budget", budget, "--eval-data=")
+    out = capsys.readouterr().out
+    assert ("nothing was evicted, so this was dense GRPO" in out) == (budget == "512")
+    assert "held out  none, so nothing is evaluated" in out
+
+
 def test_arguments_can_come_from_a_file(files, tmp_path, capsys):
     """`@file`, with comments; the paper's settings parse."""
     (tmp_path / "some.args").write_text("# a comment\n--budget 9 --window 3  # another\n")
