@@ -31,36 +31,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from eval import (
-    ASSETS,
-    LONGEST,
-    MAX_PROMPT,
-    TEMPLATE,
-    Problem,
-    append,
-    as_lines,
-    beyond_context,
-    check_options,
-    check_template,
-    dense_and_sparse,
-    flag,
-    is_correct,
-    load_problems,
-    load_tokenizer,
-    megabytes,
-    new_folder,
-    one_sentence,
-    option,
-    parse_config,
-    pick_device,
-    plus_minus,
-    render,
-    sample_responses,
-    table,
-    usable,
-    write_json,
-    write_whole,
-)
+from eval import MAX_PROMPT, TEMPLATE, beyond_context, check_template, dense_and_sparse, sample_responses
 from grpo import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -76,6 +47,24 @@ from grpo import (
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, ModelConfig, load_config, load_model, read_json, save_model
 from rollout import Rollout, cache_for
+from runs import (
+    LONGEST,
+    append,
+    as_lines,
+    check_options,
+    flag,
+    megabytes,
+    new_folder,
+    one_sentence,
+    option,
+    parse_config,
+    pick_device,
+    plus_minus,
+    table,
+    write_json,
+    write_whole,
+)
+from task import ASSETS, Problem, is_correct, load_problems, load_tokenizer, render, usable
 
 # What a resumed run may change, because it does not change the experiment: its length, its reports, and how the
 # machine is used.

@@ -23,7 +23,8 @@ from pathlib import Path
 from math_verify import parse, verify
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval import EXTRACTORS, is_correct, is_equal, reference_answer, table
+from runs import table
+from task import EXTRACTORS, is_correct, is_equal, reference_answer
 
 PAIRS = Path(__file__).resolve().parent.parent / "tests" / "answer_pairs.jsonl"
 

@@ -24,10 +24,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval import ASSETS, megabytes, parse_config, table
 from grpo import token_logprobs
 from model import ModelConfig, load_config, load_model
 from rollout import rollout
+from task import ASSETS, megabytes, parse_config, table
 from train import Config, memory
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from plot import draw, pyplot, read_run, series
 
-from eval import ASSETS, check_options, flag, numbers, one_sentence, option, parse_config, plus_minus, table, write_json
+from task import ASSETS, check_options, flag, numbers, one_sentence, option, parse_config, plus_minus, table, write_json
 from train import checkpoints
 
 ROOT = ASSETS.parent

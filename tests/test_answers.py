@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-import eval as answers
-from eval import EXTRACTORS, LONGEST_ANSWER, EvalConfig, extract_answer, is_correct, is_equal
+import task as answers
+from eval import EvalConfig
+from task import EXTRACTORS, LONGEST_ANSWER, extract_answer, is_correct, is_equal
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("answer_pairs.jsonl").read_text().splitlines()]
 NOT_SEEN = {  # equal, but seen only by algebra, or by a guess

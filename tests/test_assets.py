@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from eval import ASSETS, encode, extract_answer, load_problems, load_tokenizer
 from model import load_model
+from task import ASSETS, encode, extract_answer, load_problems, load_tokenizer
 
 sys.path.insert(0, str(ASSETS))
 import make_bundled

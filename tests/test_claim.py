@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import train
-from eval import ASSETS
+from task import ASSETS
 
 EXPERIMENTS = ASSETS.parent / "experiments"
 TOY = {

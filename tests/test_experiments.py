@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval import ASSETS
 from kvcache import COMPRESSORS
+from task import ASSETS
 
 ROOT = ASSETS.parent
 

@@ -19,10 +19,10 @@ from helpers import tiny_model
 from test_train import any_digit_is_half_right, assert_same_tensors, four_steps, lines, run, timeless  # noqa: F401
 
 import train
-from eval import ASSETS
 from grpo import token_logprobs
 from kvcache import COMPRESSORS
 from model import load_model
+from task import ASSETS
 
 CHILD = """
 import os, signal, sys

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvcache
-from eval import ASSETS
+from task import ASSETS
 
 ROOT = ASSETS.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
