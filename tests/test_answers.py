@@ -366,11 +366,11 @@ def names_ignored(a, b, same=answers.same):
     return same(a._replace(name=""), b._replace(name=""))
 
 
-def as_float(text, number=answers.number):
+def as_float(text, number=answers.exact_value):
     return None if (value := number(text)) is None else Fraction(float(value))
 
 
-def rounded(text, number=answers.number):
+def rounded(text, number=answers.exact_value):
     return None if (value := number(text)) is None else round(value, 6)
 
 
@@ -396,8 +396,8 @@ WRONG = {  # what to patch, the wrong variant, a pair on which it errs and wheth
     "percent is a mere unit": ("UNIT_NAMES", {}, r"50\%", "0.5", True),
     "units are ignored": ("same", units_ignored, r"5.4 \text{ cents}", r"\$5.4", False),
     "names are ignored": ("same", names_ignored, "$x=9$", "y=9", False),
-    "numbers are floats": ("number", as_float, "9007199254740993", "9007199254740992", False),
-    "numbers are rounded": ("number", rounded, r"\frac13", "0.3333333", False),
+    "numbers are floats": ("exact_value", as_float, "9007199254740993", "9007199254740992", False),
+    "numbers are rounded": ("exact_value", rounded, r"\frac13", "0.3333333", False),
     "one kind of bracket": ("group", one_kind_of_bracket, "[1,2]", "[1,2)", False),
     "tuples are sorted": ("group", tuples_sorted, "(-3,-6)", "(-6,-3)", False),
     "sets keep their order": ("group", sets_in_order, r"\{1,2\}", r"\{2,1\}", True),
