@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, ModelConfig, load_config, load_model
-from rollout import Rollout, rollout
+from rollout import rollout_batches
 from runs import (
     append,
     check_options,
@@ -32,133 +31,18 @@ from runs import (
 from task import (
     ASSETS,
     EXTRACTORS,
-    LAYOUTS,
-    Problem,
-    encode,
+    MAX_PROMPT,
+    TEMPLATE,
+    Prompt,
+    check_template,
     extract_answer,
     is_correct,
     load_problems,
     load_tokenizer,
-    render,
-    usable,
+    prepare,
 )
 
-# ---------------------------------------------------------------------------------------------------- evaluation
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased chance that one of k samples is right, from `correct` right of `samples` (Codex, 2107.03374)."""
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def sample_responses(
-    model: Decoder, prompts: list[list[int]], *, group_size: int, rows: int, progress=False, **settings
-) -> Rollout:
-    """`rollout` in batches of at most `rows` rows (at least one prompt); the responses do not depend on `rows`."""
-    step = max(1, rows // group_size)
-    batches = [prompts[i : i + step] for i in range(0, len(prompts), step)]
-    bar = tqdm(batches, desc="batches", leave=False, disable=not progress or len(batches) == 1)
-    return Rollout.cat([rollout(model, batch, group_size=group_size, progress=progress, **settings) for batch in bar])
-
-
-def evaluate(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    eos_ids: list[int],
-    problems: list[Problem],
-    *,
-    samples=1,
-    seed=0,
-    template="auto",
-    extract="boxed",
-    **settings,
-) -> tuple[dict, list[dict]]:
-    """Accuracy of `samples` responses to each problem: (summary, one record a response).
-
-    extract: how the answer is found, one of EXTRACTORS. settings: those of `sample_responses` and `rollout`.
-    The standard error is over problems, None for a single one.
-    """
-    prompts = encode(problems, tokenizer, template)
-    generator = torch.Generator().manual_seed(seed)
-    r = sample_responses(model, prompts, group_size=samples, eos_ids=eos_ids, generator=generator, **settings)
-    records = []
-    for i in range(len(r.tokens)):
-        problem, text = problems[i // samples], tokenizer.decode(r.response(i))
-        records.append(
-            {
-                "problem": i // samples,
-                "prompt": render(problem.prompt, tokenizer, template),
-                "response": text,
-                "extracted": EXTRACTORS[extract](text),
-                "answer": problem.answer,
-                "correct": is_correct(text, problem.answer, EXTRACTORS[extract]),
-                "tokens": int(r.response_lengths[i]),
-                "finished": bool(r.finished[i]),
-            }
-        )
-    right = torch.tensor([record["correct"] for record in records]).view(-1, samples)  # (problems, samples)
-    means = right.double().mean(1)
-    summary = {
-        "accuracy": float(means.mean()),
-        "stderr": float(means.std() / len(means) ** 0.5) if len(means) > 1 else None,
-        "problems": len(problems),
-        "samples": samples,
-        "boxed": sum(extract_answer(record["response"]) is not None for record in records) / len(records),
-        "truncated": 1 - float(r.finished.double().mean()),
-        "response_length": float(r.response_lengths.double().mean()),
-        "kv_saved": r.kv_saved,
-        "cache_bytes": sum(r.cache_bytes.values()),
-        "dense_bytes": r.dense_bytes,
-        "tokens_per_second": r.tokens_per_second,
-        "seconds": r.seconds,
-    }
-    k = 2
-    while k <= samples:
-        summary[f"pass@{k}"] = sum(pass_at_k(samples, int(c), k) for c in right.sum(1)) / len(right)
-        k *= 2
-    return summary, records
-
-
-def beyond_context(model: ModelConfig, longest: int) -> str:
-    """A line of warning if sequences may get longer than the model was trained for; else nothing."""
-    context = model.raw.get("max_position_embeddings") or longest
-    if longest <= context:
-        return ""
-    return (
-        f"context   sequences may reach {longest:,} tokens, the model's max_position_embeddings are {context:,}: lower "
-        "--max-new-tokens or --max-prompt-tokens\n"
-    )
-
-
-def names(compressors: str) -> list[str]:
-    """The KV policies in a text with commas between them."""
-    return [name.strip() for name in compressors.split(",")]
-
-
-def dense_and_sparse(model, tokenizer, eos_ids, problems, *, compressor: str, budget: int, **settings) -> dict:
-    """`evaluate` with dense decoding and with each compressor (names, by commas): {name: (summary, records)}."""
-    modes = {"dense": "full"} | {f"{name}-{budget}": name for name in names(compressor) if name != "full"}
-    return {
-        name: evaluate(model, tokenizer, eos_ids, problems, compressor=mode, budget=budget, **settings)
-        for name, mode in modes.items()
-    }
-
-
-MAX_PROMPT = "problems with a longer prompt are left out and counted; 0 takes all"
-TEMPLATE = (
-    "how a prompt becomes text: none, chatml, llama3, boxed (a chat with the request for \\boxed{}), or a text of your "
-    "own that holds {question} and asks for the box itself; auto takes text as it is and lays messages out as the "
-    "model's tokenizer asks"
-)
-
-
-def check_template(template: str) -> None:
-    """ValueError for a template that is neither a name nor a text with a place for the question."""
-    if template not in ("auto", "boxed", *LAYOUTS) and "{question}" not in template:
-        raise ValueError(
-            f"--template {template!r} is not auto, boxed, {', '.join(LAYOUTS)} or a text with {{question}}"
-        )
-
+__all__ = ["evaluate", "extract_answer", "is_correct", "load_problems"]  # the last three live in task.py
 
 # The paper's evaluation: temperature, nucleus and length for all; 32 samples on the two small sets, one elsewhere.
 PAPER = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 4096, "template": "boxed", "extract": "last-number"}
@@ -206,8 +90,90 @@ class EvalConfig:
 
 SETTINGS = (
     *("compressor", "budget", "buffer", "window", "samples", "seed", "rows"),
-    *("max_new_tokens", "temperature", "top_p", "template", "extract"),
+    *("max_new_tokens", "temperature", "top_p", "extract"),
 )
+
+
+def names(compressors: str) -> list[str]:
+    """The KV policies in a text with commas between them."""
+    return [name.strip() for name in compressors.split(",")]
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased chance that one of k samples is right, from `correct` right of `samples` (Codex, 2107.03374)."""
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def evaluate(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    eos_ids: list[int],
+    prompts: list[Prompt],
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    extract: str = "boxed",
+    **settings,
+) -> tuple[dict, list[dict]]:
+    """Accuracy of `samples` responses to each prompt: (summary, one record a response).
+
+    extract: how the answer is found, one of EXTRACTORS. settings: those of `rollout_batches`.
+    The standard error is over problems, None for a single one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = [prompt.ids for prompt in prompts]
+    r = rollout_batches(model, ids, group_size=samples, eos_ids=eos_ids, generator=generator, **settings)
+    records = []
+    for i in range(len(r.tokens)):
+        prompt, text = prompts[i // samples], tokenizer.decode(r.response(i))
+        records.append(
+            {
+                "problem": i // samples,
+                "prompt": prompt.text,
+                "response": text,
+                "extracted": EXTRACTORS[extract](text),
+                "answer": prompt.answer,
+                "correct": is_correct(text, prompt.answer, EXTRACTORS[extract]),
+                "tokens": int(r.response_lengths[i]),
+                "finished": bool(r.finished[i]),
+            }
+        )
+    right = torch.tensor([record["correct"] for record in records]).view(-1, samples)  # (problems, samples)
+    means = right.double().mean(1)  # (problems,)
+    passes = [2**n for n in range(1, samples.bit_length())]
+    return {
+        "accuracy": float(means.mean()),
+        "stderr": float(means.std() / len(means) ** 0.5) if len(means) > 1 else None,
+        "problems": len(prompts),
+        "samples": samples,
+        "boxed": sum(extract_answer(record["response"]) is not None for record in records) / len(records),
+        **r.statistics,
+        "seconds": r.seconds,
+        **{f"pass@{k}": sum(pass_at_k(samples, int(n), k) for n in right.sum(1)) / len(right) for k in passes},
+    }, records
+
+
+def dense_and_sparse(model, tokenizer, eos_ids, prompts, *, compressor: str, budget: int, **settings) -> dict:
+    """`evaluate` with dense decoding and with each compressor (names, by commas): {name: (summary, records)}."""
+    modes = {"dense": "full"} | {f"{name}-{budget}": name for name in names(compressor) if name != "full"}
+    return {
+        name: evaluate(model, tokenizer, eos_ids, prompts, compressor=mode, budget=budget, **settings)
+        for name, mode in modes.items()
+    }
+
+
+def beyond_context(model: ModelConfig, longest: int) -> str:
+    """A warning if sequences may get longer than the model was trained for; else nothing."""
+    context = model.raw.get("max_position_embeddings") or longest
+    if longest <= context:
+        return ""
+    return (
+        f"sequences may reach {longest:,} tokens, the model's max_position_embeddings are {context:,}: lower "
+        "--max-new-tokens or --max-prompt-tokens"
+    )
+
+
+# -------------------------------------------------------------------------------------------- the command line
 
 
 def benchmarks(config: EvalConfig, given: dict) -> dict[str, EvalConfig]:
@@ -227,26 +193,25 @@ def benchmarks(config: EvalConfig, given: dict) -> dict[str, EvalConfig]:
 
 
 def details(results: dict[str, dict]) -> str:
-    """The table of one problem set: a row per decoding mode."""
+    """The table of one problem set: a line per decoding mode."""
     passes = [name for name in results["dense"] if name.startswith("pass@")]
     columns = ["accuracy", "stderr", *passes, "boxed", "truncated", "response_length", "kv_saved"]
-    rows = [
+    lines = [
         [name, *(s[c] for c in columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
         for name, s in results.items()
     ]
     dense = [name for name, s in results.items() if name != "dense" and s["kv_saved"] == 0]
     note = f"\nnothing was evicted by {', '.join(dense)}: no row came to hold budget + buffer keys" if dense else ""
-    return table(["decoding", *columns, "cache", "tokens/s"], rows) + note
+    return table(["decoding", *columns, "cache", "tokens/s"], lines) + note
 
 
 def overview(results: dict[str, dict[str, dict]]) -> str:
-    """The paper's table: accuracy by decoding mode (rows) and benchmark (columns), and the average."""
-    modes = next(iter(results.values()))
-    rows = []
-    for mode in modes:
+    """The paper's table: accuracy by decoding mode (lines) and benchmark (columns), and the average."""
+    lines = []
+    for mode in next(iter(results.values())):
         accuracies = [by_mode[mode]["accuracy"] for by_mode in results.values()]
-        rows.append([mode, *accuracies, sum(accuracies) / len(accuracies)])
-    return table(["accuracy", *results, "average"], rows)
+        lines.append([mode, *accuracies, sum(accuracies) / len(accuracies)])
+    return table(["accuracy", *results, "average"], lines)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -258,12 +223,14 @@ def main(argv: list[str] | None = None) -> None:
         device = pick_device(config.device, config.threads)
         sets = benchmarks(config, given)
         tokenizer, eos_ids = load_tokenizer(config.model)
-        architecture, problems = load_config(config.model), {}
+        architecture, prompts = load_config(config.model), {}
         for name, c in sets.items():
-            limits = {"template": c.template, "max_prompt_tokens": c.max_prompt_tokens}
-            rows = load_problems(c.data)[: c.limit or None]
-            problems[name], prompts = usable(rows, tokenizer, architecture.vocab_size, **limits)
-            print(beyond_context(architecture, max(map(len, prompts)) + c.max_new_tokens), end="")
+            problems = load_problems(c.data)[: c.limit or None]
+            how = {"template": c.template, "longest": c.max_prompt_tokens}
+            prompts[name] = prepare(problems, tokenizer, architecture.vocab_size, **how)
+            longest = max(len(prompt.ids) for prompt in prompts[name])
+            if warning := beyond_context(architecture, longest + c.max_new_tokens):
+                print(warning)
         model = load_model(config.model, getattr(torch, config.dtype), device)
         folder = Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
         new_folder(folder)
@@ -271,13 +238,13 @@ def main(argv: list[str] | None = None) -> None:
     with one_sentence("eval.py", (OSError, MemoryError, FloatingPointError)):
         for name, c in sets.items():
             settings = {key: getattr(c, key) for key in SETTINGS}
-            found = dense_and_sparse(model, tokenizer, eos_ids, problems[name], progress=True, **settings)
+            found = dense_and_sparse(model, tokenizer, eos_ids, prompts[name], progress=True, **settings)
             results[name] = {mode: summary for mode, (summary, _) in found.items()}
             for mode, (_, records) in found.items():
                 append(folder / f"responses-{name}-{mode}.jsonl", records)
             everything = {"config": {key: asdict(c) for key, c in sets.items()}, "results": results}
             write_json(folder / "results.json", everything)
-            print(f"{c.model} on {len(problems[name])} problems of {c.data}, {c.samples} response(s) each")
+            print(f"{c.model} on {len(prompts[name])} problems of {c.data}, {c.samples} response(s) each")
             print(details(results[name]), flush=True)
     if config.benchmark:
         print(overview(results))

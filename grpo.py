@@ -10,14 +10,18 @@ Three policies, never mixed:
 
     J = 1/N sum_i M_i 1/|o_i| sum_t [ xi_t min(w_t A_i, clip(w_t, 1 - e_lo, 1 + e_hi) A_i) - beta KL_t ]
 
-    symbol   name here      meaning
-    N        total          responses of one optimizer update, rejected ones included
-    A_i      advantages     reward less its group's mean, over the group's std           `group_advantages`
-    xi_t     xi             sparsity consistency ratio, a constant (no gradient)         `consistency_ratio`
-    M_i      accepted       1 if xi_t >= epsilon for every token of response i, else 0   `rejection_mask`
-    w_t      staleness      exp(logp - logp_old)                                         `policy_loss`
-    KL_t     k3             exp(ref - new) - (ref - new) - 1 against the step-0 weights  `kl_to_reference`
-    beta     kl_coef
+    symbol       name here      meaning
+    A_i          advantages     reward less its group's mean, over the group's std           `group_advantages`
+    xi_t         weights        sparsity consistency ratio, a constant (no gradient)         `consistency_ratio`
+    M_i          accepted       1 if xi_t >= epsilon for every token of response i, else 0   `rejection_mask`
+    N |o_i|      denominators   N: all responses of an update, rejected ones included        `correct`
+    w_t          w              staleness ratio exp(logp - logp_old)                         `surrogate_loss`
+    KL_t         kl             exp(ref - new) - (ref - new) - 1 against the step-0 weights  `kl_to_reference`
+    beta         kl_coef
+
+What does not depend on the learner (M, xi, the denominators) is a `Correction`, computed once per optimizer update by
+`correct`. `surrogate_loss` is then a sum over responses, so the losses, gradients and metrics of micro-batches add up
+to those of the update; `policy_loss` is the two of them in one, the formula above.
 
 Rejection drops responses that the dense policy could hardly have produced; the weights xi_t move the other tokens
 from the sampler's distribution to the dense one. Per token that is exact: E_sparse[sum_t xi_t f] is the sum over t
@@ -29,22 +33,19 @@ product of ratios, and does not always lower the bias.
 [0.5, 1.5], truncates xi at 1.5, then divides the weights by their mean over the kept tokens (of the whole update
 here, of a micro-batch there; so a truncated weight may end above 1.5), and divides a response by its kept tokens.
 
-The k3 term's value estimates KL(new || ref) under samples of `new`, its gradient is that of KL(ref || new); under
+The KL term's value (k3) estimates KL(new || ref) under samples of `new`, its gradient is that of KL(ref || new); under
 sparse samples it is neither exactly.
 
-Shapes: N responses, R response tokens, G group size, V vocabulary. Everything is computed in at least fp32.
+Shapes: N responses, R response tokens, G group size. Everything is computed in at least fp32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from model import wide
 
@@ -71,51 +72,6 @@ def group_advantages(rewards: Tensor, group_size: int, *, normalize_std: bool = 
     if normalize_std and group_size > 1:
         centred = centred / (groups.std(1, keepdim=True) + 1e-6)
     return centred.masked_fill((groups == groups[:, :1]).all(1, keepdim=True), 0).flatten()
-
-
-# ---------------------------------------------------------------------------------------------- dense log-probs
-
-
-def token_logprobs(
-    hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk: int = 1024,
-    entropy: bool = False,
-) -> tuple[Tensor, ...]:
-    """Log-prob of targets (...) and, if asked for, entropy (...), in nats, of softmax(head(hidden) / temperature).
-
-    hidden (..., hidden). The head is applied to `chunk` tokens at a time, and again in the backward pass, so that
-    never more than chunk x V logits exist. The entropy carries no gradient.
-    """
-
-    def piece(h: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        logp = (wide(head(h)) / temperature).log_softmax(-1)  # (chunk, V)
-        found = logp.gather(-1, target[:, None])[:, 0]
-        if not entropy:
-            return (found,)
-        every = logp.detach().clamp(min=torch.finfo(logp.dtype).min)  # 0 log 0 is 0
-        return found, -every.exp().mul_(every).sum(-1)
-
-    pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True)
-    apply = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
-    outputs = [apply(h, t) for h, t in pieces]
-    return tuple(torch.cat(parts).view(targets.shape) for parts in zip(*outputs, strict=True))
-
-
-def response_logprobs(decoder, tokens: Tensor, prompt_lengths: Tensor, mask: Tensor, **settings) -> tuple[Tensor, ...]:
-    """Dense log-probs (N, R) of the responses in tokens (N, T), logp_old, logp or logp_ref, and entropy if asked for.
-
-    mask (N, R) marks each response's tokens; entries outside it are 0. Settings as for `token_logprobs`; the
-    temperature is that of the sampler.
-    """
-    hidden = decoder.hidden(tokens)  # (N, T, hidden)
-    row, step = mask.nonzero(as_tuple=True)  # (M,) each
-    before = prompt_lengths[row] + step - 1  # the place whose logits predict the token
-    picked = token_logprobs(hidden[row, before], decoder.head, tokens[row, before + 1], **settings)
-    return tuple(torch.zeros(mask.shape, dtype=x.dtype, device=x.device).index_put((row, step), x) for x in picked)
 
 
 # --------------------------------------------------------------------------------------------- the correction
@@ -148,17 +104,24 @@ def rejection_mask(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilon:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a correction makes of a batch: accepted (N,) bool, kept (N, R) bool, weights (N, R), 0 where not kept."""
+    """What counts in an update of N responses, and how much: all of J that does not depend on the learner.
 
-    accepted: Tensor
-    kept: Tensor
-    weights: Tensor
+    Index it with rows (a micro-batch) to get theirs.
+    """
 
-    @property
-    def weight_mean(self) -> Tensor:
-        """Mean weight of the kept tokens (1 if there is none): what "released" divides by, once per update."""
-        count = self.kept.sum()
-        return torch.where(count > 0, self.weights.sum() / count.clamp(min=1), 1.0)
+    accepted: Tensor  # (N,) bool: M
+    kept: Tensor  # (N, R) bool: the tokens that enter the sums
+    weights: Tensor  # (N, R): xi as it is used, 0 where not kept
+    denominators: Tensor  # (N, 1): what each of a response's terms is divided by
+    tokens: Tensor  # (N, 1): the sampled tokens of the whole update, the same number in every row
+    clamped: Tensor  # (N,): log-ratios of kept tokens beyond +-20
+
+    def __getitem__(self, rows: Tensor) -> Correction:
+        return Correction(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def to(self, device: torch.device) -> Correction:
+        """The same on another device."""
+        return Correction(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
 def correct(
@@ -169,33 +132,64 @@ def correct(
     *,
     epsilon: float = 1e-4,
     xi_cap: float | None = None,
+    aggregation: str = "response",
+    max_length: int | None = None,
 ) -> Correction:
-    """Which responses and tokens count, and with which weight. xi_cap truncates the weights (off by default)."""
+    """The correction of a whole update from logp_old, logp_sparse and mask (N, R).
+
+    xi_cap truncates the weights (off by default). aggregation: "response" divides a response by its own kept tokens
+    and by N; "token" by all tokens of the update; "constant" by N * max_length. Raises ValueError for unknown names.
+    """
     if correction not in CORRECTIONS:
         raise ValueError(f"unknown correction {correction!r}: choose from {', '.join(CORRECTIONS)}")
     mask = mask.bool()
     accepted = mask.new_ones(len(mask))
     if correction in ("sparse-rl", "released", "reject"):
-        accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon)
+        accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon)  # (N,)
     kept = mask & accepted[:, None]
     xi = consistency_ratio(logp_old, logp_sparse, kept)
     if correction == "released":
         kept = kept & (xi >= KEEP_TOKENS[0]) & (xi <= KEEP_TOKENS[1])
         xi_cap = KEEP_TOKENS[1] if xi_cap is None else xi_cap
-    if correction in ("reject", "none"):
-        xi = torch.ones_like(xi)
+    weights = torch.ones_like(xi) if correction in ("reject", "none") else xi
     if xi_cap is not None:
-        xi = xi.clamp(max=xi_cap)
-    return Correction(accepted, kept, xi.masked_fill(~kept, 0))
+        weights = weights.clamp(max=xi_cap)
+    weights = weights.masked_fill(~kept, 0)  # (N, R)
+    if correction == "released" and kept.any():
+        weights = weights / (weights.sum() / kept.sum())
+    tokens = mask.sum().clamp(min=1).expand(len(mask), 1)  # (N, 1)
+    return Correction(
+        accepted,
+        kept,
+        weights,
+        denominators=tokens if aggregation == "token" else denominators(kept, aggregation, max_length),
+        tokens=tokens,
+        clamped=(log_ratio(logp_old, logp_sparse, kept).abs() > MAX_LOG_RATIO).sum(1),
+    )
 
 
-def teaches(advantages: Tensor, correction: Correction) -> Tensor:
+def denominators(kept: Tensor, aggregation: str, max_length: int | None) -> Tensor:
+    """(N, 1): what the terms of a response are divided by when it counts as one of N, rejected ones included.
+
+    Raises ValueError for an unknown aggregation, or "constant" without max_length.
+    """
+    lengths = kept.sum(1, keepdim=True).clamp(min=1)  # (N, 1); a response without kept tokens is 0 over 1
+    if aggregation == "constant":
+        if max_length is None:
+            raise ValueError("aggregation 'constant' needs max_length, the tokens a response may have")
+        lengths = torch.full_like(lengths, max_length)
+    elif aggregation != "response":
+        raise ValueError(f"unknown aggregation {aggregation!r}: choose from {', '.join(AGGREGATIONS)}")
+    return len(kept) * lengths
+
+
+def teaches(advantages: Tensor, c: Correction) -> Tensor:
     """(N,) bool: the response has a kept token and an advantage other than 0. The gradient of all others is 0.
 
     An update without such a response is skipped whole: AdamW would move the weights at zero gradient, by momentum
     and weight decay.
     """
-    return (advantages != 0) & correction.kept.any(1)
+    return (advantages != 0) & c.kept.any(1)
 
 
 # --------------------------------------------------------------------------------------------------- the loss
@@ -205,6 +199,40 @@ def kl_to_reference(logp: Tensor, logp_ref: Tensor, mask: Tensor) -> Tensor:
     """k3 (N, R) = exp(ref - new) - (ref - new) - 1, never negative, 0 outside the mask (Schulman 2020)."""
     difference = log_ratio(logp_ref, logp, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return difference.expm1() - difference  # expm1: exp(d) - 1 without losing the digits of a small d
+
+
+def surrogate_loss(
+    logp: Tensor,
+    c: Correction,
+    logp_old: Tensor,
+    advantages: Tensor,
+    logp_ref: Tensor | None = None,
+    *,
+    clip: tuple[float, float] = (0.2, 0.2),
+    kl_coef: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The share of these responses in -J, to be minimised, and in its metrics: sums, so micro-batches add up.
+
+    logp, logp_old, logp_ref (N, R), advantages (N,), and the correction of the same rows.
+
+    Metrics (0-dim, detached): policy_loss; kl_ref, divided like it; clip_low and clip_high, the share of the sampled
+    tokens whose ratio is clipped and whose gradient is therefore 0; clamped, the number of log-ratios (of w and xi)
+    beyond +-20.
+    """
+    log_w = log_ratio(logp, logp_old.detach(), c.kept)  # (N, R), 0 where not kept
+    w = log_w.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    A = wide(advantages)[:, None]  # (N, 1)
+    policy = -c.weights * torch.minimum(w * A, w.clamp(1 - clip[0], 1 + clip[1]) * A)  # (N, R)
+    kl = torch.zeros_like(policy) if logp_ref is None else kl_to_reference(logp, logp_ref.detach(), c.kept)
+    loss = ((policy + kl_coef * kl) / c.denominators).sum()
+    metrics = {
+        "policy_loss": (policy / c.denominators).sum(),
+        "kl_ref": (kl / c.denominators).sum(),
+        "clip_low": ((c.kept & (w < 1 - clip[0]) & (A < 0)) / c.tokens).sum(),
+        "clip_high": ((c.kept & (w > 1 + clip[1]) & (A > 0)) / c.tokens).sum(),
+        "clamped": (log_w.abs() > MAX_LOG_RATIO).sum() + c.clamped.sum(),
+    }
+    return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def policy_loss(
@@ -222,66 +250,17 @@ def policy_loss(
     xi_cap: float | None = None,
     aggregation: str = "response",
     max_length: int | None = None,
-    total: int | None = None,
-    total_tokens: int | None = None,
-    weight_mean: Tensor | float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-J, to be minimised, and metrics, of logp, logp_old, logp_sparse, mask (N, R) and advantages (N,).
+    """-J of a whole update, and its metrics: `correct`, then `surrogate_loss` (see there).
 
-    A micro-batch of an update passes the update's own `total` (responses), and `total_tokens` and `weight_mean`
-    where they matter (aggregation "token"; correction "released"): then losses, gradients and metrics of the
-    micro-batches add up to those of the update. aggregation: "response" divides a response by its own length and
-    the sum by `total`; "token" divides by all tokens; "constant" by total * max_length.
-
-    Metrics (0-dim, detached): policy_loss; kl_ref, aggregated like it; clip_low and clip_high, the share of tokens
-    whose ratio is clipped and whose gradient is therefore 0; clamped, the number of log-ratios beyond +-20.
-    Raises ValueError for unknown names and missing totals.
+    logp, logp_old, logp_sparse, mask, logp_ref (N, R), advantages (N,). Raises ValueError for unknown names, and for
+    kl_coef without logp_ref.
     """
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"unknown aggregation {aggregation!r}: choose from {', '.join(AGGREGATIONS)}")
-    part = total is not None and total != len(mask)
-    if part and aggregation == "token" and total_tokens is None:
-        raise ValueError("a micro-batch needs the update's total_tokens for aggregation 'token'")
-    if part and correction == "released" and weight_mean is None:
-        raise ValueError("a micro-batch needs the update's weight_mean for correction 'released'")
-    if aggregation == "constant" and max_length is None:
-        raise ValueError("aggregation 'constant' needs max_length, the tokens a response may have")
     if kl_coef and logp_ref is None:
         raise ValueError("kl_coef needs logp_ref, the reference model's log-probs")
-
-    mask = mask.bool()
-    c = correct(logp_old, logp_sparse, mask, correction, epsilon=epsilon, xi_cap=xi_cap)
-    xi = c.weights
-    if correction == "released":
-        xi = xi / (c.weight_mean if weight_mean is None else weight_mean)
-
-    raw = log_ratio(logp, logp_old.detach(), c.kept)
-    w = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (N, R), 1 where not kept
-    A = wide(advantages)[:, None]  # (N, 1)
-    policy = xi * torch.minimum(w * A, w.clamp(1 - clip[0], 1 + clip[1]) * A)  # (N, R), 0 where not kept
-    kl = torch.zeros_like(policy) if logp_ref is None else kl_to_reference(logp, logp_ref.detach(), c.kept)
-
-    all_tokens = mask.sum() if total_tokens is None else total_tokens
-    responses = len(mask) if total is None else total
-    lengths = c.kept.sum(1, keepdim=True).clamp(min=1)  # (N, 1); a rejected response is 0 over 1
-    scale = {
-        "response": lambda: responses * lengths,
-        "token": lambda: max(1, int(all_tokens)),
-        "constant": lambda: responses * max_length,
-    }[aggregation]()
-
-    loss = ((kl_coef * kl - policy) / scale).sum()
-    with torch.no_grad():
-        tokens = max(1, int(all_tokens))
-        log_xi = log_ratio(logp_old, logp_sparse, c.kept)
-        metrics = {
-            "policy_loss": -(policy / scale).sum(),
-            "kl_ref": (kl / scale).sum(),
-            "clip_low": (c.kept & (w < 1 - clip[0]) & (A < 0)).sum() / tokens,
-            "clip_high": (c.kept & (w > 1 + clip[1]) & (A > 0)).sum() / tokens,
-            "clamped": (raw.abs() > MAX_LOG_RATIO).sum() + (log_xi.abs() > MAX_LOG_RATIO).sum(),
-        }
-    return loss, {name: value.detach() for name, value in metrics.items()}
+    how = {"epsilon": epsilon, "xi_cap": xi_cap, "aggregation": aggregation, "max_length": max_length}
+    c = correct(logp_old, logp_sparse, mask, correction, **how)
+    return surrogate_loss(logp, c, logp_old, advantages, logp_ref, clip=clip, kl_coef=kl_coef)
 
 
 # ---------------------------------------------------------------------------------------------------- metrics
@@ -298,25 +277,30 @@ def mismatch_metrics(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilo
 
     For a dense rollout these are the noise floor of the arithmetic.
     """
-    mask = mask.bool()
-    accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon)
-    log_xi = (
-        log_ratio(logp_old, logp_sparse, mask)[mask].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).nan_to_num(-MAX_LOG_RATIO)
-    )
+    accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon)  # (N,)
+    log_xi = log_ratio(logp_old, logp_sparse, mask)[mask.bool()]  # (tokens,)
+    log_xi = log_xi.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).nan_to_num(-MAX_LOG_RATIO)
     if not len(log_xi):
         log_xi = log_xi.new_zeros(1)
     ranked, xi = log_xi.sort().values, log_xi.exp()
-    quantile = {f"xi_p{q:02d}": ranked[round(q / 100 * (len(ranked) - 1))].exp() for q in (1, 5, 50, 95, 99)}
+    quantiles = {f"xi_p{q:02d}": ranked[round(q / 100 * (len(ranked) - 1))].exp() for q in (1, 5, 50, 95, 99)}
     values = {
         "rejected": (~accepted).float().mean(),
         "xi_mean": xi.mean(),
         "xi_min": xi.min(),
-        **quantile,
+        **quantiles,
         "log_xi_abs": log_xi.abs().mean(),
         "sampler_kl": (log_xi.expm1() - log_xi).mean(),
         "ess": xi.sum() ** 2 / (len(xi) * (xi**2).sum()),
     }
     return {name: float(value) for name, value in values.items()}
+
+
+def extremes(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Each response's xi_min, xi_max and logp_min (smallest logp_old), (N,) each; padding is no extreme."""
+    log_xi = log_ratio(logp_old, logp_sparse, mask)  # (N, R)
+    low, high = (log_xi.masked_fill(~mask.bool(), beyond) for beyond in (math.inf, -math.inf))
+    return {"xi_min": low.amin(1).exp(), "xi_max": high.amax(1).exp(), "logp_min": logp_old.amin(1)}
 
 
 def reward_metrics(rewards: Tensor, group_size: int) -> dict[str, float]:

@@ -1,7 +1,9 @@
-"""Batched sampling with a compressed KV cache.
+"""Batched sampling with a compressed KV cache, and dense scoring of what was sampled.
 
 `rollout` samples G responses to each prompt and records `logp_sparse`, the log-prob that each sampled token had
-under the policy that sampled it: the model's weights, attending to the compressed cache.
+under the policy that sampled it: the model's weights, attending to the compressed cache. `rescore` and
+`dense_logprobs` give the log-probs of the same tokens under dense attention: logp_old, logp_ref and, with gradient,
+logp. Both take the temperature of the rollout.
 
 Responses are rows N = prompts * G, in the order of the prompts (AABB). Row i's token t is drawn by inverse CDF with
 its own uniform number u[i, t], drawn on the CPU before sampling starts. So a response depends neither on the rows
@@ -12,14 +14,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from kvcache import KVCache
-from model import Decoder, ModelConfig
+from kvcache import EMPTY, KVCache
+from model import Decoder, ModelConfig, wide
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,11 @@ class Rollout:
     response_lengths: Tensor  # (N,) the sampled EOS included
     logp_sparse: Tensor  # (N, R) log-prob of each sampled token under the sampler, 0 in the padding
     finished: Tensor  # (N,) bool: ended with an EOS; the others were truncated
+    temperature: float  # of the sampler, and so of every log-prob of these tokens
     cached_tokens: float  # keys held per layer after each step's cut, summed over rows and steps
     dense_tokens: float  # the same for a cache that never evicts
-    cache_bytes: dict[str, int]  # allocated by part (KVCache.nbytes), the largest of all calls
-    dense_bytes: int  # keys and values that a dense cache of the same rows allocates
+    cache_bytes: dict[str, int]  # allocated by part (KVCache.nbytes), the largest of all batches
+    dense_bytes: int  # keys and values that a dense cache of that batch allocates
     seconds: float
     evicted_at: list[Tensor] | None = None  # per layer (N, K, T), see KVCache.record
 
@@ -42,6 +50,11 @@ class Rollout:
     def mask(self) -> Tensor:
         """(N, R) bool: the entries that belong to a response."""
         return torch.arange(self.logp_sparse.shape[1]) < self.response_lengths[:, None]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N,) tokens of prompt and response."""
+        return self.prompt_lengths + self.response_lengths
 
     @property
     def kv_saved(self) -> float:
@@ -53,38 +66,47 @@ class Rollout:
         """Sampled tokens per second, prefill included."""
         return float(self.response_lengths.sum()) / self.seconds
 
+    @property
+    def statistics(self) -> dict[str, float]:
+        """What is reported of a rollout."""
+        return {
+            "response_length": float(self.response_lengths.double().mean()),
+            "truncated": 1 - float(self.finished.double().mean()),
+            "kv_saved": self.kv_saved,
+            "cache_bytes": sum(self.cache_bytes.values()),
+            "dense_bytes": self.dense_bytes,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
     def response(self, i: int) -> list[int]:
         """The sampled token ids of row i."""
-        first = int(self.prompt_lengths[i])
-        return self.tokens[i, first : first + int(self.response_lengths[i])].tolist()
+        return self.tokens[i, self.prompt_lengths[i] : self.lengths[i]].tolist()
 
     @staticmethod
     def cat(parts: list[Rollout]) -> Rollout:
-        """The responses of several calls, one after the other, as if they were one."""
-
-        def rows(name: str) -> Tensor:
-            tensors = [getattr(part, name) for part in parts]
-            width = max(t.shape[-1] for t in tensors)
-            return torch.cat(
-                [t if t.ndim == 1 else torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors]
-            )
-
+        """The responses of several batches, one after the other, as if they were one."""
         largest = max(parts, key=lambda part: sum(part.cache_bytes.values()))
+        records = [part.evicted_at for part in parts if part.evicted_at is not None]
+        rows = ("tokens", "prompt_lengths", "response_lengths", "logp_sparse", "finished")
         return Rollout(
-            **{
-                name: rows(name) for name in ("tokens", "prompt_lengths", "response_lengths", "logp_sparse", "finished")
-            },
+            **{name: cat_rows([getattr(part, name) for part in parts]) for name in rows},
+            temperature=parts[0].temperature,
             cached_tokens=sum(part.cached_tokens for part in parts),
             dense_tokens=sum(part.dense_tokens for part in parts),
             cache_bytes=largest.cache_bytes,
             dense_bytes=largest.dense_bytes,
             seconds=sum(part.seconds for part in parts),
+            evicted_at=[cat_rows(list(layer), EMPTY) for layer in zip(*records, strict=True)] if records else None,
         )
 
 
-def right_pad(sequences: list[list[int]]) -> Tensor:
-    """Token ids of unequal length as one (B, T) tensor, 0 in the padding."""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in sequences], batch_first=True)
+def cat_rows(tensors: list[Tensor], padding: int = 0) -> Tensor:
+    """Join tensors (rows, ...) of unequal last dimension, padded on its right."""
+    width = max(t.shape[-1] for t in tensors)
+    return torch.cat([t if t.ndim == 1 else F.pad(t, (0, width - t.shape[-1]), value=padding) for t in tensors])
+
+
+# ----------------------------------------------------------------------------------------------------- sampling
 
 
 def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -110,10 +132,67 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 
+def right_pad(sequences: list[list[int]]) -> Tensor:
+    """Token ids of unequal length as one (B, T) tensor, 0 in the padding."""
+    return pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in sequences], batch_first=True)
+
+
 def cache_for(config: ModelConfig, rows: int, max_length: int, **settings) -> KVCache:
     """An empty cache for `rows` sequences of this model; settings as for KVCache."""
     sizes = {name: getattr(config, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
     return KVCache(rows=rows, max_length=max_length, **sizes, **settings)
+
+
+def prefill(model: Decoder, prompts: list[list[int]], cache: KVCache) -> Tensor:
+    """Put each prompt into its row of the cache. Returns the logits (P, V) that follow it."""
+    device = model.embed_tokens.weight.device
+    tokens = right_pad(prompts)  # (P, T)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])  # (P,)
+    places = torch.arange(tokens.shape[1])
+    positions = places.expand(tokens.shape).masked_fill(places >= lengths[:, None], -1)  # (P, T)
+    hidden = model.hidden(tokens.to(device), positions.to(device), cache)  # (P, T, hidden)
+    return model.head(hidden[torch.arange(len(prompts), device=device), lengths.to(device) - 1])
+
+
+def decode(
+    model: Decoder,
+    cache: KVCache,
+    logits: Tensor,
+    prompt_lengths: Tensor,
+    uniforms: Tensor,
+    eos_ids: list[int] | tuple[int, ...],
+    temperature: float,
+    top_p: float,
+    progress: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """Sample until each row ends, from the logits (N, V) after its prompt, with uniforms (N, R). Finished rows leave.
+
+    Returns the sampled tokens (N, R) and their log-probs (N, R) on the device, the responses' lengths (N,) and which
+    are finished (N,) on the CPU, and the keys held per layer, summed over rows and steps.
+    """
+    (N, R), device = uniforms.shape, logits.device
+    tokens = torch.zeros(N, R, dtype=torch.long, device=device)
+    logp_sparse = torch.zeros(N, R, dtype=logits.dtype, device=device)
+    lengths, finished = torch.full((N,), R), torch.zeros(N, dtype=torch.bool)
+    eos = torch.tensor(list(eos_ids), device=device)
+    positions = prompt_lengths.to(device)[:, None]  # (B, 1) of the next token: the number of tokens seen
+    rows = torch.arange(N)  # (B,) the response that each row of the cache belongs to
+    at, cached = rows.to(device), 0.0
+    for t in tqdm(range(R), desc="rollout", unit="step", leave=False, mininterval=0.5, disable=not progress):
+        cached += cache.tokens
+        token, logp = sample(logits, uniforms[at, t], temperature, top_p)  # (B,), (B,)
+        tokens[at, t], logp_sparse[at, t] = token, logp
+        ended = torch.isin(token, eos).cpu()  # the one wait for the device in a step
+        if ended.any():
+            finished[rows[ended]], lengths[rows[ended]] = True, t + 1
+            order = cache.compact(~ended)
+            rows, order = rows[order], order.to(device)
+            at, token, positions = at[order], token[order], positions[order]
+        if len(rows) == 0 or t + 1 == R:
+            break
+        logits = model.head(model.hidden(token[:, None], positions, cache))[:, 0]  # (B, V)
+        positions = positions + 1
+    return tokens, logp_sparse, lengths, finished, cached
 
 
 @torch.no_grad()
@@ -148,86 +227,116 @@ def rollout(
         raise ValueError(f"group_size {group_size} and max_new_tokens {max_new_tokens} must be at least 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature} must be 0 (greedy) or above, and top_p {top_p} in (0, 1]")
-    began = time.perf_counter()
-    device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
-    N = len(prompts) * group_size
+    began, c, weight = time.perf_counter(), model.config, model.embed_tokens.weight
+    N, longest = len(prompts) * group_size, max(map(len, prompts)) + max_new_tokens
     noise = torch.rand(N, 1 + max_new_tokens, generator=generator)  # a row's numbers follow each other
-    seeds, uniforms = (noise[:, 0] * (1 << 24)).long(), noise[:, 1:].to(device)
-
-    # Prefill: each prompt once.
-    lengths = torch.tensor([len(prompt) for prompt in prompts])  # (P,)
-    tokens = right_pad(prompts).to(device)  # (P, T)
-    places = torch.arange(tokens.shape[1])
-    positions = places.expand(tokens.shape).masked_fill(places >= lengths[:, None], -1).to(device)
-    cache = cache_for(
-        model.config,
-        len(prompts),
-        max_length=tokens.shape[1] + max_new_tokens,
-        compressor=compressor,
-        budget=budget,
-        buffer=buffer,
-        window=window,
-        seeds=seeds[::group_size],
-        dtype=dtype,
-        device=device,
-    )
+    seeds, uniforms = (noise[:, 0] * (1 << 24)).long(), noise[:, 1:].to(weight.device)  # (N,), (N, max_new_tokens)
+    settings = {"compressor": compressor, "budget": budget, "buffer": buffer, "window": window}
+    where = {"dtype": weight.dtype, "device": weight.device}
+    cache = cache_for(c, len(prompts), longest, seeds=seeds[::group_size], **settings, **where)
     if record:
-        cache.record(tokens.shape[1] + max_new_tokens)
-    hidden = model.hidden(tokens, positions, cache)  # (P, T, hidden)
-    last = hidden[torch.arange(len(prompts), device=device), lengths.to(device) - 1]  # (P, hidden)
-    logits = model.head(last).repeat_interleave(group_size, dim=0)  # (N, V)
+        cache.record(longest)
+    logits = prefill(model, prompts, cache).repeat_interleave(group_size, dim=0)  # (N, V)
     cache.expand(group_size)
-
-    responses = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
-    logp_sparse = torch.zeros(N, max_new_tokens, dtype=logits.dtype, device=device)
-    prompt_lengths = lengths.repeat_interleave(group_size)  # (N,)
-    response_lengths = torch.full((N,), max_new_tokens)
-    finished = torch.zeros(N, dtype=torch.bool)
-    eos = torch.tensor(list(eos_ids), device=device)
-    cached_tokens = dense_tokens = 0.0
-    rows = torch.arange(N)  # the response that each active row of the cache belongs to
-    for t in tqdm(
-        range(max_new_tokens), desc="rollout", unit="step", leave=False, mininterval=0.5, disable=not progress
-    ):
-        cached_tokens += cache.tokens
-        dense_tokens += float((prompt_lengths[rows] + t).sum())
-        here = rows.to(device)
-        token, logp = sample(logits, uniforms[here, t], temperature, top_p)  # (B,), (B,)
-        responses[here, t], logp_sparse[here, t] = token, logp
-        ended = torch.isin(token, eos).cpu()
-        if ended.any():
-            finished[rows[ended]], response_lengths[rows[ended]] = True, t + 1
-            order = cache.keep(~ended)
-            rows, token = rows[order], token[order.to(device)]
-        if len(rows) == 0 or t + 1 == max_new_tokens:
-            break
-        positions = (prompt_lengths[rows] + t)[:, None].to(device)  # the number of tokens seen
-        logits = model.head(model.hidden(token[:, None], positions, cache))[:, 0]  # (B, V)
-
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(group_size)  # (N,)
+    sampled, logp_sparse, lengths, finished, cached = decode(
+        model, cache, logits, prompt_lengths, uniforms, eos_ids, temperature, top_p, progress
+    )
     if not logp_sparse.isfinite().all():
         raise FloatingPointError(
-            "the model's log-probs are not finite: its weights are too large for --dtype, or training drove them apart "
-            "(take an older checkpoint, and lower --lr or --weight-decay)"
+            "the model's log-probs are not finite: its weights are too large for its dtype, or training drove them "
+            "apart (take an older checkpoint, a lower learning rate or less weight decay)"
         )
-    R = int(response_lengths.max())
-    sequences = [
-        prompt + ids[:n]
-        for prompt, ids, n in zip(
-            [p for p in prompts for _ in range(group_size)], responses.tolist(), response_lengths.tolist(), strict=True
-        )
-    ]
-    item = torch.empty(0, dtype=dtype).element_size()
-    dense_slots = N * int(tokens.shape[1] + max_new_tokens)
+    responses = [ids[:n] for ids, n in zip(sampled.tolist(), lengths.tolist(), strict=True)]
     return Rollout(
-        tokens=right_pad(sequences),
+        tokens=right_pad([prompts[i // group_size] + ids for i, ids in enumerate(responses)]),
         prompt_lengths=prompt_lengths,
-        response_lengths=response_lengths,
-        logp_sparse=logp_sparse[:, :R].cpu(),
+        response_lengths=lengths,
+        logp_sparse=logp_sparse[:, : int(lengths.max())].cpu(),
         finished=finished,
-        cached_tokens=cached_tokens,
-        dense_tokens=dense_tokens,
+        temperature=temperature or 1.0,  # greedy log-probs are those of temperature 1
+        cached_tokens=cached,
+        dense_tokens=float((lengths * prompt_lengths + lengths * (lengths - 1) // 2).sum()),
         cache_bytes=cache.nbytes,
-        dense_bytes=2 * model.config.layers * model.config.kv_heads * dense_slots * model.config.head_dim * item,
+        dense_bytes=2 * c.layers * c.kv_heads * c.head_dim * N * longest * weight.element_size(),
         seconds=time.perf_counter() - began,
         evicted_at=[layer.evicted_at.cpu() for layer in cache.layers] if record else None,
     )
+
+
+def rollout_batches(
+    model: Decoder, prompts: list[list[int]], *, group_size: int, rows: int, progress: bool = False, **settings
+) -> Rollout:
+    """`rollout` of at most `rows` responses at a time (at least a group): slower, less memory, the same responses."""
+    size = max(1, rows // group_size)
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    bar = tqdm(batches, desc="batches", leave=False, disable=not progress or len(batches) == 1)
+    return Rollout.cat([rollout(model, batch, group_size=group_size, progress=progress, **settings) for batch in bar])
+
+
+# ------------------------------------------------------------------------------------------------ dense scoring
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy: bool = False,
+) -> tuple[Tensor, ...]:
+    """Log-prob of targets (...) and, if asked for, entropy (...), in nats, of softmax(head(hidden) / temperature).
+
+    hidden (..., hidden). The head is applied to `chunk` tokens at a time, and again in the backward pass, so that
+    never more than chunk x V logits exist. The entropy carries no gradient.
+    """
+
+    def piece(h: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        logp = (wide(head(h)) / temperature).log_softmax(-1)  # (chunk, V)
+        found = logp.gather(-1, target[:, None])[:, 0]
+        if not entropy:
+            return (found,)
+        every = logp.detach().clamp(min=torch.finfo(logp.dtype).min)  # 0 log 0 is 0
+        return found, -every.exp().mul_(every).sum(-1)
+
+    pieces = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True)
+    apply = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
+    outputs = [apply(h, t) for h, t in pieces]
+    return tuple(torch.cat(parts).view(targets.shape) for parts in zip(*outputs, strict=True))
+
+
+def dense_logprobs(decoder: Decoder, r: Rollout, rows: Tensor, *, entropy: bool = False) -> tuple[Tensor, ...]:
+    """Dense log-probs and, if asked for, entropies of these responses, (rows, R) each, on the decoder's device.
+
+    At the temperature of the rollout, with gradient where it is enabled; 0 in the padding.
+    """
+    device = decoder.embed_tokens.weight.device
+    mask = r.mask[rows].to(device)  # (rows, R)
+    tokens = r.tokens[rows, : int(r.lengths[rows].max())].to(device)  # (rows, T)
+    hidden = decoder.hidden(tokens)  # (rows, T, hidden)
+    row, step = mask.nonzero(as_tuple=True)  # (M,) each
+    before = r.prompt_lengths[rows].to(device)[row] + step - 1  # the place whose logits predict the token
+    how = {"temperature": r.temperature, "entropy": entropy}
+    picked = token_logprobs(hidden[row, before], decoder.head, tokens[row, before + 1], **how)
+    return tuple(torch.zeros(mask.shape, dtype=x.dtype, device=device).index_put((row, step), x) for x in picked)
+
+
+def micro_batches(rows: Tensor, lengths: Tensor, micro_tokens: int) -> Iterator[Tensor]:
+    """Split rows into batches of similar length with at most micro_tokens padded tokens (or a single row)."""
+    batch: list[int] = []
+    for row in rows[lengths[rows].argsort(descending=True, stable=True)].tolist():
+        if batch and (len(batch) + 1) * int(lengths[batch[0]]) > micro_tokens:
+            yield torch.tensor(batch)
+            batch = []
+        batch.append(row)
+    yield torch.tensor(batch)
+
+
+@torch.no_grad()
+def rescore(decoder: Decoder, r: Rollout, micro_tokens: int) -> tuple[Tensor, Tensor]:
+    """Dense log-probs (logp_old or logp_ref) and entropies (N, R) of a rollout, on the CPU, without gradient."""
+    logp, entropy = torch.zeros_like(r.logp_sparse), torch.zeros_like(r.logp_sparse)
+    for rows in tqdm(list(micro_batches(torch.arange(len(r.tokens)), r.lengths, micro_tokens)), "scoring", leave=False):
+        logp[rows], entropy[rows] = (x.cpu() for x in dense_logprobs(decoder, r, rows, entropy=True))
+    return logp, entropy

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
+import itertools
 import json
 import math
 import operator
+import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import typing
+from collections.abc import Iterator
 from dataclasses import field, fields
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from model import Decoder, read_json, save_model
 
 # ---------------------------------------------------------------------------------- command lines from dataclasses
-
 
 LONGEST = 1_000_000  # of a sequence, a cache, a batch: a larger number is a slip, unless an option allows it
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -30,9 +38,9 @@ def option(default, text: str, choices=None, numbers=False, **bounds):
     return field(default=default, metadata={"help": text, "choices": choices, "numbers": numbers, "bounds": bounds})
 
 
-def numbers(text: str) -> list[int]:
-    """The whole numbers of an option that holds some, with commas between."""
-    return [int(word) for word in text.split(",") if word]
+def flag(name: str) -> str:
+    """The command-line flag of a config field."""
+    return "--" + name.replace("_", "-")
 
 
 def check_options(config) -> None:
@@ -41,77 +49,60 @@ def check_options(config) -> None:
     for f in fields(config):
         value, bounds, choices = getattr(config, f.name), f.metadata["bounds"], f.metadata["choices"]
         if type(value) is int and "below" not in bounds:
-            bounds = bounds | {"at_most": bounds.get("at_most", LONGEST)}
+            bounds = {"at_most": LONGEST} | bounds
         allowed = typing.get_args(types[f.name]) or (types[f.name],)
+        wanted = None
         if type(value) not in allowed + ((int,) if float in allowed else ()):  # a bool is no int here
-            raise ValueError(f"{flag(f.name)} must be {allowed[0].__name__}, not {value!r}")
-        if isinstance(value, str) and ("\0" in value or (f.default and not value.strip())):
-            raise ValueError(f"{flag(f.name)} must be text without NUL, and not empty, not {value!r}")
-        if f.metadata["numbers"] and value != f.default and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", value):
-            raise ValueError(f"{flag(f.name)} must be numbers with commas between, not {value!r}")
-        if choices and value not in choices:
-            raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
-        if value is not None and not all(BOUNDS[word](value, limit) for word, limit in bounds.items()):
-            words = " and ".join(
+            wanted = allowed[0].__name__
+        elif isinstance(value, str) and ("\0" in value or (f.default and not value.strip())):
+            wanted = "text without NUL, and not empty"
+        elif f.metadata["numbers"] and value != f.default and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", value):
+            wanted = "numbers with commas between"
+        elif choices and value not in choices:
+            wanted = f"one of {', '.join(choices)}"
+        elif value is not None and not all(BOUNDS[word](value, limit) for word, limit in bounds.items()):
+            words = [
                 "finite" if limit == math.inf else f"{word.replace('_', ' ')} {limit:,}"
                 for word, limit in bounds.items()
-            )
-            raise ValueError(f"{flag(f.name)} must be {words}, not {value}")
-
-
-def flag(name: str) -> str:
-    """The command-line flag of a config field."""
-    return "--" + name.replace("_", "-")
+            ]
+            wanted = " and ".join(words)
+        if wanted:
+            raise ValueError(f"{flag(f.name)} must be {wanted}, not {value!r}")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line."""
+    """A parser that refuses in one line, and reads `@file` as a shell would: quotes, and # for comments."""
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line.removeprefix("\ufeff"), comments=True)
 
     def error(self, message: str) -> typing.NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def parse_config(config_class, argv: list[str] | None, prog: str, description: str):
-    """Make a command line from a dataclass of `option`s and parse it: (config, names that were given).
+    """Make a command line from a dataclass of `option`s and parse it: (config, options that were given, by name).
 
     Bad values end the program with exit code 2.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a run
-    parser = Parser(
-        prog=prog,
-        usage=f"python {prog} [--option value ...] [@file]   (--help explains every option)",
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    usage = f"python {prog} [--option value ...] [@file]   (--help explains every option)"
+    how = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS, "fromfile_prefix_chars": "@"}
+    parser = Parser(prog, usage, description, **how)
     types = typing.get_type_hints(config_class)
     for f in fields(config_class):
         kind = next(t for t in (*typing.get_args(types[f.name]), types[f.name]) if t is not type(None))
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        text = f"{f.metadata['help']} (default: {'none' if f.default in ('', None) else f.default})"
         if f.metadata["choices"]:
             how["choices"] = f.metadata["choices"]
+        text = f"{f.metadata['help']} (default: {'none' if f.default in ('', None) else f.default})"
         parser.add_argument(flag(f.name), help=text.replace("%", "%%"), **how)
     try:
-        given = vars(parser.parse_args(with_files(sys.argv[1:] if argv is None else argv)))
+        given = vars(parser.parse_args(argv))
         return config_class(**given), given
     except (ValueError, OverflowError) as error:
         parser.error(str(error))
-
-
-def with_files(arguments: list[str]) -> list[str]:
-    """The arguments with each `@file` replaced by those in the file: quotes as in a shell, # starts a comment."""
-    expanded = []
-    for argument in arguments:
-        if not argument.startswith("@"):
-            expanded.append(argument)
-            continue
-        try:
-            expanded += shlex.split(Path(argument[1:]).read_text(encoding="utf-8-sig"), comments=True)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot read the arguments in {argument[1:]!r} ({error})") from None
-    return expanded
 
 
 def pick_device(name: str, threads: int) -> torch.device:
@@ -126,6 +117,9 @@ def pick_device(name: str, threads: int) -> torch.device:
         reason = str(error).split(". ")[0].split("\n")[0]
         raise ValueError(f"--device {name} is not usable here ({reason}): try --device cpu") from None
     return torch.device(name)
+
+
+# ------------------------------------------------------------------------------------------ errors and signals
 
 
 @contextlib.contextmanager
@@ -148,9 +142,8 @@ def enough_memory():
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not re.search(
-            "out of memory|allocate memory|not enough memory", str(error)
-        ):
+        words = "out of memory|allocate memory|not enough memory"
+        if isinstance(error, RuntimeError) and not re.search(words, str(error)):
             raise
         raise MemoryError(
             "out of memory. While sampling, fewer rows at a time help (train.py --rollout-rows, eval.py --rows) or "
@@ -158,18 +151,39 @@ def enough_memory():
         ) from None
 
 
-def table(head: list[str], rows: list[list]) -> str:
-    """Rows as aligned text; floats with three decimals, nothing for None."""
-    cells = [
-        head,
-        *([f"{c:.3f}" if isinstance(c, float) else str("" if c is None else c) for c in row] for row in rows),
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The numbers of the signals that came (Ctrl-C, SIGTERM), to be read between steps. A second one stops at once."""
+    came: list[int] = []
+
+    def note(number: int, frame) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+        print(f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once", file=sys.stderr)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    except KeyboardInterrupt:  # the second one: what was going on is given up, and the caller finds both in the list
+        pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------------------------------ text and files
+
+
+def table(head: list[str], lines: list[list]) -> str:
+    """Lines of cells as aligned text; floats with three decimals, nothing for None."""
+    texts = [[f"{c:.3f}" if isinstance(c, float) else str("" if c is None else c) for c in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(head, *texts, strict=True)]
+    aligned = [
+        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in [head, *texts]
     ]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-        for r in cells
-    ]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+    return "\n".join([aligned[0], "  ".join("-" * w for w in widths), *aligned[1:]])
 
 
 def plus_minus(mean: float, stderr: float | None) -> str:
@@ -205,6 +219,25 @@ def append(path: Path, records: list[dict]) -> None:
         file.write(as_lines(records))
 
 
+def read_records(path: Path, last_step: int) -> list[dict]:
+    """The records of a JSONL file up to a step. Later ones are left out: a resumed run writes them anew.
+
+    So is a last line that a killed run did not finish; ValueError names any other line that is damaged.
+    """
+    if not path.exists():
+        return []
+    *lines, _ = path.read_bytes().split(b"\n")  # what stands behind the last newline was never finished
+    records = []
+    for count, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if record["step"] <= last_step:
+                records.append(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError(f"{path}, line {count} is damaged: the run cannot be resumed with it") from None
+    return records
+
+
 def new_folder(folder: Path) -> None:
     """Make a folder; ValueError if it holds something already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -213,3 +246,126 @@ def new_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make the folder {folder} ({error.strerror}): name another one with --out") from None
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+PATHS = ("model", "data", "eval_data")  # options that name files: a run knows them by their contents
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("generation_config.json", "chat_template*", "*.jinja"),
+)
+
+
+def checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the complete checkpoints of a run, the newest first."""
+    steps = {path.name.removeprefix("step-"): path for path in run.glob("checkpoints/step-*")}
+    return sorted(((int(step), path) for step, path in steps.items() if step.isdecimal()), reverse=True)
+
+
+def save_checkpoint(
+    run: Path, identity: dict, step: int, decoder: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Path, keep: int
+) -> None:
+    """Write checkpoints/step-NNNNNN of a run, complete or not at all; of it and older ones `keep` stay (0: all).
+
+    The folder holds a Hugging Face model, with the tokenizer files of the folder `tokenizer`, and nothing else but the
+    subfolder training/: the optimizer's state, the step, and the run's identity.
+    """
+    final = run / "checkpoints" / f"step-{step:06d}"
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save_model(decoder, partial)
+        for file in {file for pattern in TOKENIZER_FILES for file in tokenizer.glob(pattern) if file.is_file()}:
+            shutil.copyfile(file, partial / file.name)
+        (partial / "training").mkdir()
+        names = [name for name, _ in decoder.named_parameters()]
+        state = optimizer.state_dict()["state"]  # {index: {"step", "exp_avg", "exp_avg_sq"}}
+        tensors = {f"{names[i]}.{key}": value for i, entry in state.items() for key, value in entry.items()}
+        save_file(tensors, partial / "training" / "optimizer.safetensors")
+        write_json(partial / "training" / "state.json", {"step": step} | identity)
+    except (OSError, SafetensorError):
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
+        raise
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    older = [folder for found, folder in checkpoints(run) if found <= step]
+    for folder in older[keep:] if keep else []:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: Path) -> None:
+    """Put back the state that `save_checkpoint` wrote. ValueError if it is not that of this decoder."""
+    file = folder / "training" / "optimizer.safetensors"
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+    shapes = {
+        f"{name}.{key}": torch.Size(()) if key == "step" else parameter.shape
+        for name, parameter in decoder.named_parameters()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    if tensors and {name: tensor.shape for name, tensor in tensors.items()} != shapes:  # empty: no update was made yet
+        raise ValueError(f"{file} is not the state of this optimizer: other names or shapes")
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise ValueError(f"{file} holds values that are not finite")
+    state = {}
+    for i, (name, _) in enumerate(decoder.named_parameters() if tensors else ()):
+        state[i] = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+
+
+def set_aside(run: Path, step: int) -> Path:
+    """Move a damaged checkpoint, with a copy of the run's records, where it no longer counts as one: damaged-NNNNNN-1."""
+    places = (run / f"damaged-{step:06d}-{count}" for count in itertools.count(1))
+    place = next(place for place in places if not place.exists())
+    place.mkdir()
+    for records in run.glob("*.jsonl"):  # the run is about to cut these back
+        shutil.copyfile(records, place / records.name)
+    return (run / "checkpoints" / f"step-{step:06d}").rename(place / "checkpoint")
+
+
+def fingerprint(*contents) -> str:
+    """A hash of JSON values and of the files that are given as Path, by what they hold and not by their names."""
+    whole = hashlib.sha256()
+    for content in contents:
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                whole.update(hashlib.file_digest(file, "sha256").digest())
+        else:
+            whole.update(hashlib.sha256(json.dumps(content).encode()).digest())
+    return whole.hexdigest()
+
+
+def check_inputs(run: Path, now: dict) -> None:
+    """ValueError if what a resumed run reads is not what it read when it began."""
+    file = run / "inputs.json"
+    if not file.exists():
+        raise ValueError(
+            f"{run} holds no inputs.json, the hashes of what it read: an older version began it, start anew"
+        )
+    if changed := [flag(name) for name, value in read_json(file).items() if now[name] != value]:
+        raise ValueError(f"{', '.join(changed)}: not what {run} began with. Name the old one, or start a new run")
+
+
+def absolute(settings: dict) -> dict:
+    """Settings whose files are found from any working directory."""
+    return {name: os.path.abspath(v) if name in PATHS and v else v for name, v in settings.items()}
+
+
+def resumed(config_class, given: dict, free: tuple[str, ...]):
+    """The stored settings of the run given["resume"], with those of `given` that are free; ValueError shows others."""
+    file, given = Path(given["resume"]) / "config.json", absolute(given)
+    settings = read_json(file)
+    if odd := sorted(settings.keys() ^ {f.name for f in fields(config_class)}):
+        what = "has no" if odd[0] not in settings else "has an unknown"
+        raise ValueError(f"{file} {what} {odd[0]!r}: name a run folder of this version with --resume")
+    changed = [name for name in given if name not in free and given[name] != settings[name]]
+    if changed:
+        shown = ", ".join(f"{flag(name)} {settings[name]} -> {given[name]}" for name in changed)
+        raise ValueError(f"--resume cannot change the experiment ({shown}): start a new run for it")
+    try:
+        return config_class(**(settings | given))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be resumed: {error}") from None

@@ -119,6 +119,22 @@ LAYOUTS = {  # before the conversation, each message, what opens the answer; kno
 OPENERS = {"chatml": "<|im_start|>", "llama3": "<|start_header_id|>"}
 
 
+MAX_PROMPT = "problems with a longer prompt are left out and counted; 0 takes all"
+TEMPLATE = (
+    "how a prompt becomes text: none, chatml, llama3, boxed (a chat with the request for \\boxed{}), or a text of your "
+    "own that holds {question} and asks for the box itself; auto takes text as it is and lays messages out as the "
+    "model's tokenizer asks"
+)
+
+
+def check_template(template: str) -> None:
+    """ValueError for a template that is neither a name nor a text with a place for the question."""
+    if template not in ("auto", "boxed", *LAYOUTS) and "{question}" not in template:
+        raise ValueError(
+            f"--template {template!r} is not auto, boxed, {', '.join(LAYOUTS)} or a text with {{question}}"
+        )
+
+
 def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, template: str = "auto") -> str:
     """The prompt as text.
 
@@ -155,25 +171,31 @@ def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, template: s
     return start + "".join(turn.format(**message) for message in messages) + answer
 
 
-def encode(problems: list[Problem], tokenizer: Tokenizer, template: str = "auto") -> list[list[int]]:
-    """The token ids of each problem's prompt."""
-    return [tokenizer.encode(render(p.prompt, tokenizer, template), add_special_tokens=False).ids for p in problems]
+@dataclass(frozen=True)
+class Prompt:
+    """A problem as the model is asked it: rendered and tokenised once, for sampling, grading and records alike."""
+
+    text: str
+    ids: list[int]  # token ids
+    answer: str  # the reference
 
 
-def usable(
+def prepare(
     problems: list[Problem],
     tokenizer: Tokenizer,
     vocabulary: int,
     *,
     template: str = "auto",
-    max_prompt_tokens: int = 0,
-) -> tuple[list[Problem], list[list[int]]]:
-    """The problems whose prompts have at most max_prompt_tokens tokens (0: any), and those prompts' token ids.
+    longest: int = 0,
+) -> list[Prompt]:
+    """The prompts of these problems, those of more than `longest` tokens (0: any) left out, which is printed.
 
-    How many are left out is printed. ValueError for a prompt without tokens, or with ids that the model does not have.
+    ValueError for a prompt without tokens, or with ids that the model does not have.
     """
-    prompts = encode(problems, tokenizer, template)
-    for ids, problem in zip(prompts, problems, strict=True):
+    prompts = []
+    for problem in problems:
+        text = render(problem.prompt, tokenizer, template)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
         if not ids:
             raise ValueError(f"the prompt {problem.prompt!r} has no tokens: remove it from the problems")
         if max(ids) >= vocabulary:
@@ -181,12 +203,13 @@ def usable(
                 f"token id {max(ids)} in a prompt, but the model's vocabulary has {vocabulary}: its tokenizer.json "
                 "belongs to another model"
             )
-    short = [i for i, ids in enumerate(prompts) if len(ids) <= (max_prompt_tokens or len(ids))]
+        prompts.append(Prompt(text, ids, problem.answer))
+    short = [prompt for prompt in prompts if len(prompt.ids) <= (longest or len(prompt.ids))]
     if len(short) < len(prompts):
-        print(f"{len(prompts) - len(short)} of {len(prompts)} prompts have over {max_prompt_tokens} tokens: left out")
+        print(f"{len(prompts) - len(short)} of {len(prompts)} prompts have over {longest} tokens: left out")
     if not short:
-        raise ValueError(f"every prompt is longer than --max-prompt-tokens {max_prompt_tokens}: raise it")
-    return [problems[i] for i in short], [prompts[i] for i in short]
+        raise ValueError(f"every prompt has over {longest} tokens: raise that limit")
+    return short
 
 
 EOS_KEYS = (
