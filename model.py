@@ -30,162 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The settings of config.json that this file implements; `raw` keeps the whole file for saving."""
-
-    vocab_size: int  # V
-    hidden_size: int
-    intermediate_size: int  # width of the SwiGLU
-    layers: int  # L
-    heads: int  # H
-    kv_heads: int  # K
-    head_dim: int  # D, free in Qwen3, elsewhere hidden_size / heads
-    norm_eps: float
-    rope: dict  # {"rope_type": "default" | "linear" | "llama3", "rope_theta": ..., and the type's own numbers}
-    tied: bool  # the head is the embedding matrix
-    qkv_bias: bool  # Qwen2
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # Qwen3: RMSNorm on each head's queries and keys
-    raw: dict = field(repr=False, default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, raw: dict) -> ModelConfig:
-        """Read config.json in either dialect (`rope_theta`/`rope_scaling` or `rope_parameters`).
-
-        Raises ValueError naming the setting if it is missing or not implemented: never an approximation.
-        """
-
-        def need(key: str):
-            if raw.get(key) is None:
-                raise ValueError(f"config.json has no {key!r}: is this a complete Hugging Face model folder?")
-            return raw[key]
-
-        def refuse(condition: bool, key: str) -> None:
-            if condition:
-                raise ValueError(f"config.json: {key} = {raw.get(key)!r} is not implemented in model.py")
-
-        kind = need("model_type")
-        if kind not in MODEL_TYPES:
-            raise ValueError(f"config.json: model_type = {kind!r} is none that model.py has: {', '.join(MODEL_TYPES)}")
-        refuse(raw.get("hidden_act", "silu") != "silu", "hidden_act")
-        refuse(bool(raw.get("attention_dropout")), "attention_dropout")
-        refuse(raw.get("quantization_config") is not None, "quantization_config")
-        heads = need("num_attention_heads")
-        bias = bool(raw.get("attention_bias", False))
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            size(key, need(key), most=1_000 if key == "num_hidden_layers" else 1_000_000)
-        for key in ("num_key_value_heads", "head_dim", "max_window_layers"):
-            size(key, raw.get(key) or 1, most=1_000_000)  # absent, null and 0 stand for "as usual"
-        positive("rms_norm_eps", need("rms_norm_eps"))
-        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
-            refuse(raw.get(key) not in (None, False, True), key)  # the text "false" is true for Python
-        types = raw.get("layer_types") or []
-        refuse(not isinstance(types, list) or any(t != "full_attention" for t in types), "layer_types")
-        if not raw.get("layer_types") and (raw.get("max_window_layers") or 0) < raw["num_hidden_layers"]:
-            # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
-            on = raw.get("use_sliding_window", kind == "llama" and "sliding_window" in raw)
-            if on and raw.get("sliding_window", "absent") is not None:
-                raise ValueError("config.json: use_sliding_window or sliding_window is not implemented in model.py")
-        config = cls(
-            vocab_size=need("vocab_size"),
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            layers=need("num_hidden_layers"),
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or need("hidden_size") // heads,
-            norm_eps=need("rms_norm_eps"),
-            rope=read_rope(raw),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=bias or kind == "qwen2",
-            output_bias=bias and kind != "qwen2",
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
-            raw=raw,
-        )
-        if config.head_dim % 2 or not config.head_dim:
-            raise ValueError(
-                f"config.json: head_dim = {config.head_dim} must be even and above 0: RoPE turns pairs of dimensions"
-            )
-        if config.heads % config.kv_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads = {config.heads} is not a multiple of "
-                f"num_key_value_heads = {config.kv_heads}"
-            )
-        return config
-
-
-# ------------------------------------------------------------------------------------------- rotary positions
-
-ROPE_NUMBERS = {  # what each rope_type needs beside rope_theta
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-def positive(key: str, value) -> None:
-    """Raises ValueError naming the key of config.json unless its value is a number above 0 that fits fp32."""
-    if type(value) not in (int, float) or not 0 < value < 1e38:
-        raise ValueError(f"config.json: {key} = {value!r} must be a positive number")
-
-
-def size(key: str, value, most: int) -> None:
-    """Raises ValueError naming the key of config.json unless its value is a whole number from 1 to `most`."""
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"config.json: {key} = {value!r} must be a whole number from 1 to {most:,}")
-
-
-def read_rope(raw: dict) -> dict:
-    """`ModelConfig.rope` from either dialect of config.json. Raises ValueError naming what is not implemented."""
-    given = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [{}]
-    if not all(isinstance(rope, dict) and rope == given[0] for rope in given):
-        raise ValueError("config.json: rope_parameters and rope_scaling must be objects, and equal if both are there")
-    rope = {"rope_theta": raw.get("rope_theta") or 10000.0} | given[0]
-    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] not in list(ROPE_NUMBERS):  # a list: what JSON holds need not be hashable
-        raise ValueError(f"config.json: rope_type = {rope['rope_type']!r} is not implemented in model.py")
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("config.json: partial_rotary_factor other than 1 is not implemented in model.py")
-    for key, value in rope.items():
-        if isinstance(value, dict):
-            raise ValueError(f"config.json: rope_parameters of {key!r} alone are not implemented in model.py")
-    for key in ("rope_theta", *ROPE_NUMBERS[rope["rope_type"]]):
-        positive(key, rope.get(key))
-    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
-    return rope
-
-
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each pair of dimensions, (D/2,), fp32 (RoFormer 2104.09864; Llama 3.1 for `llama3`)."""
-    rope, even = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    # The reciprocal, as other tools round it: with a negative power the angles at position 8,192 differ by 5e-4.
-    frequencies = 1.0 / rope["rope_theta"] ** (even / config.head_dim)  # (D/2,)
-    if rope["rope_type"] == "linear":
-        return frequencies / rope["factor"]
-    if rope["rope_type"] == "llama3":
-        # Slow pairs are stretched by `factor`, fast ones left alone, with a linear blend between the two.
-        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return frequencies * (keep + (1 - keep) / rope["factor"])
-    return frequencies
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of x (B, heads, T, D) by the angles in cos, sin (B, 1, T, D/2)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-# --------------------------------------------------------------------------------------------------- the layers
+# ------------------------------------------------------------------------------------------------------ the transformer
 
 
 def wide(x: Tensor) -> Tensor:
@@ -205,11 +50,33 @@ class RMSNorm(nn.Module):
         return self.weight * F.rms_norm(wide(x), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
 
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair of dimensions, (D/2,), fp32 (RoFormer 2104.09864; Llama 3.1 for `llama3`)."""
+    rope, even = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    # The reciprocal, as other tools round it: with a negative power the angles at position 8,192 differ by 5e-4.
+    frequencies = 1.0 / rope["rope_theta"] ** (even / config.head_dim)  # (D/2,)
+    if rope["rope_type"] == "linear":
+        return frequencies / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        # Slow pairs are stretched by `factor`, fast ones left alone, with a linear blend between the two.
+        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (share + (1 - share) / rope["factor"])
+    return frequencies
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) of x (B, heads, T, D) by the angles in cos, sin (B, 1, T, D/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, (..., T, out), of x (..., T, in).
 
     In a decode step, T = 1, the rows are multiplied as (W x^T)^T, which a CPU does faster for few rows (all products of
-    SmolLM2-135M for 8 rows: 32 ms instead of 44, `benchmarks/bench.py --parts decode`).
+    SmolLM2-135M for 8 rows: 32 ms instead of 44, `benchmarks/bench.py`).
     """
     if x.shape[-2] > 1:
         return F.linear(x, weight, bias)
@@ -319,10 +186,144 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens, positions, cache))
 
 
-# --------------------------------------------------------------------------------------------- loading and saving
+# ---------------------------------------------------------------------------------------------------- the configuration
+
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The settings of config.json that this file implements; `raw` keeps the whole file for saving."""
+
+    vocab_size: int  # V
+    hidden_size: int
+    intermediate_size: int  # width of the SwiGLU
+    layers: int  # L
+    heads: int  # H
+    kv_heads: int  # K
+    head_dim: int  # D, free in Qwen3, elsewhere hidden_size / heads
+    norm_eps: float
+    rope: dict  # {"rope_type": "default" | "linear" | "llama3", "rope_theta": ..., and the type's own numbers}
+    tied: bool  # the head is the embedding matrix
+    qkv_bias: bool  # Qwen2
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # Qwen3: RMSNorm on each head's queries and keys
+    raw: dict = field(repr=False, default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> ModelConfig:
+        """Read config.json in either dialect (`rope_theta`/`rope_scaling` or `rope_parameters`).
+
+        Raises ValueError naming the setting if it is missing or not implemented: never an approximation.
+        """
+
+        def need(key: str):
+            if raw.get(key) is None:
+                raise ValueError(f"config.json has no {key!r}: is this a complete Hugging Face model folder?")
+            return raw[key]
+
+        def refuse(condition: bool, key: str) -> None:
+            if condition:
+                raise ValueError(f"config.json: {key} = {raw.get(key)!r} is not implemented in model.py")
+
+        kind = need("model_type")
+        if kind not in MODEL_TYPES:
+            raise ValueError(f"config.json: model_type = {kind!r} is none that model.py has: {', '.join(MODEL_TYPES)}")
+        refuse(raw.get("hidden_act", "silu") != "silu", "hidden_act")
+        refuse(bool(raw.get("attention_dropout")), "attention_dropout")
+        refuse(raw.get("quantization_config") is not None, "quantization_config")
+        heads = need("num_attention_heads")
+        bias = bool(raw.get("attention_bias", False))
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            size(key, need(key), most=1_000 if key == "num_hidden_layers" else 1_000_000)
+        for key in ("num_key_value_heads", "head_dim", "max_window_layers"):
+            size(key, raw.get(key) or 1, most=1_000_000)  # absent, null and 0 stand for "as usual"
+        positive("rms_norm_eps", need("rms_norm_eps"))
+        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+            refuse(raw.get(key) not in (None, False, True), key)  # the text "false" is true for Python
+        types = raw.get("layer_types") or []
+        refuse(not isinstance(types, list) or any(t != "full_attention" for t in types), "layer_types")
+        if not raw.get("layer_types") and (raw.get("max_window_layers") or 0) < raw["num_hidden_layers"]:
+            # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
+            on = raw.get("use_sliding_window", kind == "llama" and "sliding_window" in raw)
+            if on and raw.get("sliding_window", "absent") is not None:
+                raise ValueError("config.json: use_sliding_window or sliding_window is not implemented in model.py")
+        config = cls(
+            vocab_size=need("vocab_size"),
+            hidden_size=need("hidden_size"),
+            intermediate_size=need("intermediate_size"),
+            layers=need("num_hidden_layers"),
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or need("hidden_size") // heads,
+            norm_eps=need("rms_norm_eps"),
+            rope=read_rope(raw),
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=bias or kind == "qwen2",
+            output_bias=bias and kind != "qwen2",
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            raw=raw,
+        )
+        if config.head_dim % 2 or not config.head_dim:
+            raise ValueError(
+                f"config.json: head_dim = {config.head_dim} must be even and above 0: RoPE turns pairs of dimensions"
+            )
+        if config.heads % config.kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads = {config.heads} is not a multiple of "
+                f"num_key_value_heads = {config.kv_heads}"
+            )
+        return config
+
+
+ROPE_NUMBERS = {  # what each rope_type needs beside rope_theta
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def positive(key: str, value) -> None:
+    """Raises ValueError naming the key of config.json unless its value is a number above 0 that fits fp32."""
+    if type(value) not in (int, float) or not 0 < value < 1e38:
+        raise ValueError(f"config.json: {key} = {value!r} must be a positive number")
+
+
+def size(key: str, value, most: int) -> None:
+    """Raises ValueError naming the key of config.json unless its value is a whole number from 1 to `most`."""
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"config.json: {key} = {value!r} must be a whole number from 1 to {most:,}")
+
+
+def read_rope(raw: dict) -> dict:
+    """`ModelConfig.rope` from either dialect of config.json. Raises ValueError naming what is not implemented."""
+    given = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [{}]
+    if not all(isinstance(rope, dict) and rope == given[0] for rope in given):
+        raise ValueError("config.json: rope_parameters and rope_scaling must be objects, and equal if both are there")
+    rope = {"rope_theta": raw.get("rope_theta") or 10000.0} | given[0]
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] not in list(ROPE_NUMBERS):  # a list: what JSON holds need not be hashable
+        raise ValueError(f"config.json: rope_type = {rope['rope_type']!r} is not implemented in model.py")
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("config.json: partial_rotary_factor other than 1 is not implemented in model.py")
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            raise ValueError(f"config.json: rope_parameters of {key!r} alone are not implemented in model.py")
+    for key in ("rope_theta", *ROPE_NUMBERS[rope["rope_type"]]):
+        positive(key, rope.get(key))
+    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
+    return rope
+
+
+# --------------------------------------------------------------------------------------------------- loading and saving
 
 
 INDEX = "model.safetensors.index.json"
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_json(path: Path) -> dict:
