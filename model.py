@@ -189,9 +189,6 @@ class Decoder(nn.Module):
 # ---------------------------------------------------------------------------------------------------- the configuration
 
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """The settings of config.json that this file implements; `raw` keeps the whole file for saving."""
@@ -218,84 +215,86 @@ class ModelConfig:
 
         Raises ValueError naming the setting if it is missing or not implemented: never an approximation.
         """
-
-        def need(key: str):
+        for key in ("model_type", *SIZES, "num_hidden_layers", "rms_norm_eps"):
             if raw.get(key) is None:
                 raise ValueError(f"config.json has no {key!r}: is this a complete Hugging Face model folder?")
-            return raw[key]
-
-        def refuse(condition: bool, key: str) -> None:
-            if condition:
-                raise ValueError(f"config.json: {key} = {raw.get(key)!r} is not implemented in model.py")
-
-        kind = need("model_type")
-        if kind not in MODEL_TYPES:
-            raise ValueError(f"config.json: model_type = {kind!r} is none that model.py has: {', '.join(MODEL_TYPES)}")
-        refuse(raw.get("hidden_act", "silu") != "silu", "hidden_act")
-        refuse(bool(raw.get("attention_dropout")), "attention_dropout")
-        refuse(raw.get("quantization_config") is not None, "quantization_config")
-        heads = need("num_attention_heads")
-        bias = bool(raw.get("attention_bias", False))
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            size(key, need(key), most=1_000 if key == "num_hidden_layers" else 1_000_000)
-        for key in ("num_key_value_heads", "head_dim", "max_window_layers"):
-            size(key, raw.get(key) or 1, most=1_000_000)  # absent, null and 0 stand for "as usual"
-        positive("rms_norm_eps", need("rms_norm_eps"))
-        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
-            refuse(raw.get(key) not in (None, False, True), key)  # the text "false" is true for Python
-        types = raw.get("layer_types") or []
-        refuse(not isinstance(types, list) or any(t != "full_attention" for t in types), "layer_types")
-        if not raw.get("layer_types") and (raw.get("max_window_layers") or 0) < raw["num_hidden_layers"]:
-            # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
-            on = raw.get("use_sliding_window", kind == "llama" and "sliding_window" in raw)
-            if on and raw.get("sliding_window", "absent") is not None:
-                raise ValueError("config.json: use_sliding_window or sliding_window is not implemented in model.py")
+        check({"hidden_act": "silu"} | raw, SETTINGS)
+        qwen2, bias, heads = raw["model_type"] == "qwen2", bool(raw.get("attention_bias")), raw["num_attention_heads"]
         config = cls(
-            vocab_size=need("vocab_size"),
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            layers=need("num_hidden_layers"),
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            layers=raw["num_hidden_layers"],
             heads=heads,
             kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or need("hidden_size") // heads,
-            norm_eps=need("rms_norm_eps"),
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            norm_eps=raw["rms_norm_eps"],
             rope=read_rope(raw),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=bias or kind == "qwen2",
-            output_bias=bias and kind != "qwen2",
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
+            tied=bool(raw.get("tie_word_embeddings")),
+            qkv_bias=bias or qwen2,
+            output_bias=bias and not qwen2,
+            mlp_bias=bool(raw.get("mlp_bias")),
+            qk_norm=raw["model_type"] == "qwen3",
             raw=raw,
         )
-        if config.head_dim % 2 or not config.head_dim:
-            raise ValueError(
-                f"config.json: head_dim = {config.head_dim} must be even and above 0: RoPE turns pairs of dimensions"
-            )
-        if config.heads % config.kv_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads = {config.heads} is not a multiple of "
-                f"num_key_value_heads = {config.kv_heads}"
-            )
+        for allowed, sentence in TOGETHER:
+            if not allowed(config):
+                raise ValueError("config.json: " + sentence.format(c=config))
         return config
 
 
-ROPE_NUMBERS = {  # what each rope_type needs beside rope_theta
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_NUMBERS = {  # what each rope_type needs
+    "default": ["rope_theta"],
+    "linear": ["rope_theta", "factor"],
+    "llama3": ["rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
 }
 
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
+OPTIONAL = ["num_key_value_heads", "head_dim", "max_window_layers"]  # absent, null and 0 stand for "as usual"
+SWITCHES = ["tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"]
 
-def positive(key: str, value) -> None:
-    """Raises ValueError naming the key of config.json unless its value is a number above 0 that fits fp32."""
-    if type(value) not in (int, float) or not 0 < value < 1e38:
-        raise ValueError(f"config.json: {key} = {value!r} must be a positive number")
+OTHER = "is not implemented in model.py"
+WHOLE = "must be a whole number from 1 to 1,000,000"
+POSITIVE = (lambda v: type(v) in (int, float) and 0 < v < 1e38, "must be a positive number")  # one that fits fp32
+
+SETTINGS = (  # keys of config.json, whether a value v may stand there (None: absent), and what is said of any other
+    (["model_type"], lambda v: v in MODEL_TYPES, "is none that model.py has: " + ", ".join(MODEL_TYPES)),
+    (["num_hidden_layers"], lambda v: type(v) is int and 1 <= v <= 1_000, "must be a whole number from 1 to 1,000"),
+    (SIZES, lambda v: type(v) is int and 1 <= v <= 1_000_000, WHOLE),
+    (OPTIONAL, lambda v: not v or (type(v) is int and 1 <= v <= 1_000_000), WHOLE),
+    (SWITCHES, lambda v: v in (None, False, True), OTHER),  # the text "false" is true for Python
+    (["rms_norm_eps"], *POSITIVE),
+    (["hidden_act"], lambda v: v == "silu", OTHER),
+    (["attention_dropout"], lambda v: not v, OTHER),
+    (["quantization_config"], lambda v: v is None, OTHER),
+    (["layer_types"], lambda v: not v or (isinstance(v, list) and all(t == "full_attention" for t in v)), OTHER),
+)
+TOGETHER = (  # what holds of every ModelConfig c, and what is said of any other
+    (lambda c: c.head_dim and not c.head_dim % 2, "head_dim = {c.head_dim} must be even and above 0: RoPE turns pairs"),
+    (
+        lambda c: not c.heads % c.kv_heads,
+        "num_attention_heads = {c.heads} is not a multiple of num_key_value_heads = {c.kv_heads}",
+    ),
+    (lambda c: not slides(c.raw), "use_sliding_window or sliding_window is not implemented in model.py"),
+)
 
 
-def size(key: str, value, most: int) -> None:
-    """Raises ValueError naming the key of config.json unless its value is a whole number from 1 to `most`."""
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"config.json: {key} = {value!r} must be a whole number from 1 to {most:,}")
+def check(settings: dict, rules) -> None:
+    """Raises ValueError naming the first setting that its rule, a row like those of SETTINGS, does not allow."""
+    for keys, allowed, sentence in rules:
+        for key in keys:
+            if not allowed(settings.get(key)):
+                raise ValueError(f"config.json: {key} = {settings.get(key)!r} {sentence}")
+
+
+def slides(raw: dict) -> bool:
+    """Whether some layer would see a window of the newest tokens only."""
+    if raw.get("layer_types") or (raw.get("max_window_layers") or 0) >= raw["num_hidden_layers"]:
+        return False  # every layer is named, or the window begins above the last one
+    # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
+    on = raw.get("use_sliding_window", raw["model_type"] == "llama" and "sliding_window" in raw)
+    return bool(on) and raw.get("sliding_window", "absent") is not None
 
 
 def read_rope(raw: dict) -> dict:
@@ -305,15 +304,12 @@ def read_rope(raw: dict) -> dict:
         raise ValueError("config.json: rope_parameters and rope_scaling must be objects, and equal if both are there")
     rope = {"rope_theta": raw.get("rope_theta") or 10000.0} | given[0]
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] not in list(ROPE_NUMBERS):  # a list: what JSON holds need not be hashable
-        raise ValueError(f"config.json: rope_type = {rope['rope_type']!r} is not implemented in model.py")
+    numbers = ROPE_NUMBERS.get(str(rope["rope_type"]), [])  # str: what JSON holds need not be hashable
+    check(rope, [(["rope_type"], lambda v: str(v) in ROPE_NUMBERS, OTHER), (numbers, *POSITIVE)])
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("config.json: partial_rotary_factor other than 1 is not implemented in model.py")
-    for key, value in rope.items():
-        if isinstance(value, dict):
-            raise ValueError(f"config.json: rope_parameters of {key!r} alone are not implemented in model.py")
-    for key in ("rope_theta", *ROPE_NUMBERS[rope["rope_type"]]):
-        positive(key, rope.get(key))
+        raise ValueError(f"config.json: partial_rotary_factor other than 1 {OTHER}")
+    for key in [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(f"config.json: rope_parameters of {key!r} alone are not implemented in model.py")
     if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
     return rope
