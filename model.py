@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -364,6 +365,39 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def stored_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """Every (file, name, tensor) of a folder, one at a time, but for the `inv_freq` buffers of old files.
+
+    Raises ValueError naming the file if it is broken or holds a name for the second time, with `model.` or without.
+    """
+    seen: set[str] = set()
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    short = name.removeprefix("model.")
+                    if short in seen:
+                        raise ValueError(f"{file}: second tensor {name!r}")
+                    seen.add(short)
+                    yield file, name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+
+
+def as_parameter(stored: Tensor, shape: torch.Size, dtype: torch.dtype, device, where: str) -> Tensor:
+    """A stored tensor as the decoder holds it. ValueError says `where` it lies if it does not fit or is not finite."""
+    if stored.shape != shape:
+        raise ValueError(f"{where} has shape {tuple(stored.shape)}, config.json asks for {tuple(shape)}")
+    if stored.dtype not in FLOATS:
+        raise ValueError(f"{where} has dtype {stored.dtype}; quantized weights are not implemented")
+    tensor = stored.to(device, dtype, copy=True)  # a copy: the file may change later
+    if not tensor.isfinite().all():
+        raise ValueError(f"{where} holds values that are not finite in {dtype}")
+    return tensor
+
+
 def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Decoder:
     """Load a Hugging Face folder, one tensor at a time, strictly: every tensor used once, none missing.
 
@@ -373,40 +407,15 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
     folder = Path(folder)
     with torch.device("meta"):  # shapes without memory
         decoder = Decoder(load_config(folder))
-    expected = decoder.state_dict()
-    state: dict[str, Tensor] = {}
-    seen: set[str] = set()
-    stored_head = None
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    short = name.removeprefix("model.")
-                    tensor = tensors.get_tensor(name)
-                    if short.endswith("rotary_emb.inv_freq"):
-                        continue
-                    if short in seen:
-                        raise ValueError(f"{file}: second tensor {name!r}")
-                    seen.add(short)
-                    if short == "lm_head.weight" and decoder.config.tied:
-                        stored_head = tensor
-                        continue
-                    if short not in expected:
-                        raise ValueError(f"{file}: unexpected tensor {name!r}")
-                    if tensor.shape != expected[short].shape:
-                        raise ValueError(
-                            f"{file}: {name} has shape {tuple(tensor.shape)}, "
-                            f"config.json asks for {tuple(expected[short].shape)}"
-                        )
-                    if tensor.dtype not in FLOATS:
-                        raise ValueError(
-                            f"{file}: {name} has dtype {tensor.dtype}; quantized weights are not implemented"
-                        )
-                    state[short] = tensor.to(device, dtype, copy=True)  # a copy: the file may change later
-                    if not state[short].isfinite().all():
-                        raise ValueError(f"{file}: {name} holds values that are not finite in {dtype}")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+    expected, state, stored_head = decoder.state_dict(), {}, None
+    for file, name, stored in stored_tensors(folder):
+        short = name.removeprefix("model.")
+        if short == "lm_head.weight" and decoder.config.tied:
+            stored_head = stored
+        elif short in expected:
+            state[short] = as_parameter(stored, expected[short].shape, dtype, device, f"{file}: {name}")
+        else:
+            raise ValueError(f"{file}: unexpected tensor {name!r}")
     missing = sorted(expected.keys() - state.keys())
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
