@@ -53,7 +53,8 @@ class RMSNorm(nn.Module):
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each pair of dimensions, (D/2,), fp32 (RoFormer 2104.09864; Llama 3.1 for `llama3`)."""
-    rope, even = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    rope = config.rope
+    even = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")  # numbers in a model on "meta" too
     # The reciprocal, as other tools round it: with a negative power the angles at position 8,192 differ by 5e-4.
     frequencies = 1.0 / rope["rope_theta"] ** (even / config.head_dim)  # (D/2,)
     if rope["rope_type"] == "linear":
@@ -159,6 +160,13 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         if not config.tied:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("frequencies", rope_frequencies(config), persistent=False)  # (D/2,), not in state_dict
+
+    def _apply(self, fn, recurse=True):
+        """`to` and its like move the frequencies, but leave them fp32: bf16 would round far positions to others."""
+        super()._apply(fn, recurse)
+        self.frequencies = rope_frequencies(self.config).to(self.frequencies.device)
+        return self
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
         """Final hidden states (B, T, hidden) of tokens (B, T).
@@ -169,8 +177,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         x = self.embed_tokens(tokens)  # (B, T, hidden)
-        frequencies = rope_frequencies(self.config).to(x.device)
-        angles = positions[:, None, :, None] * frequencies  # (B, 1, T, D/2), fp32
+        angles = positions[:, None, :, None] * self.frequencies  # (B, 1, T, D/2), fp32
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for index, layer in enumerate(self.layers):
             inputs = (x, cos, sin, positions, None if cache is None else cache[index])
@@ -422,7 +429,7 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
     if stored_head is not None and not torch.equal(stored_head.to(device, dtype), state["embed_tokens.weight"]):
         raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
     decoder.load_state_dict(state, assign=True)
-    return decoder
+    return decoder.to(device)  # what is not stored: the frequencies
 
 
 def save_model(decoder: Decoder, folder) -> None:
