@@ -93,6 +93,14 @@ class Linear(nn.Linear):
         return project(x, self.weight, self.bias)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of queries q (B, H, T, D) to the keys and values k, v (B, K, T, D) up to their own: (B, H, T, D)."""
+    grouped = q.is_cpu or q.dtype != torch.float32  # a GPU has no fused fp32 kernel for it: T x T weights would be kept
+    if not grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
 class Attention(nn.Module):
     """Grouped-query attention: each of the K KV heads serves H/K neighbouring query heads."""
 
@@ -113,10 +121,7 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(split(self.q_proj(x))), cos, sin)  # (B, H, T, D)
         k = rotate(self.k_norm(split(self.k_proj(x))), cos, sin)  # (B, K, T, D)
         v = split(self.v_proj(x))  # (B, K, T, D)
-        if cache is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            out = cache.attend(q, k, v, positions)
+        out = causal_attention(q, k, v) if cache is None else cache.attend(q, k, v, positions)  # (B, H, T, D)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 

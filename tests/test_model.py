@@ -299,6 +299,37 @@ def test_positions_are_relative_under_rope():
     torch.testing.assert_close(shifted, decoder(tokens), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("on_cpu", "dtype"), [(True, torch.float32), (False, torch.float32), (False, torch.float64)])
+def test_causal_attention_is_that_of_the_formula(on_cpu, dtype, monkeypatch):
+    """softmax(q k^T / sqrt(D)) v over the tokens so far, H/K neighbouring query heads to a KV head, gradients too."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 7, 4, dtype=dtype, generator=random).requires_grad_() for heads in (6, 2, 2))
+    future = ~torch.ones(7, 7).bool().tril()
+    scores = (q.unflatten(1, (2, 3)) @ k[:, :, None].mT / 4**0.5).masked_fill(future, -torch.inf)  # (B, K, H/K, T, T)
+    slow = (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2)  # (B, H, T, D)
+    monkeypatch.setattr(Tensor, "is_cpu", on_cpu, raising=False)  # False: as on an accelerator
+    out = model.causal_attention(q, k, v)
+    torch.testing.assert_close(out, slow)
+    gradients = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (out, slow)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "dtype", "heads"),
+    [(True, torch.float32, 2), (True, torch.bfloat16, 2), (False, torch.bfloat16, 2), (False, torch.float32, 6)],
+)
+def test_keys_are_repeated_only_where_no_kernel_shares_them(on_cpu, dtype, heads, monkeypatch):
+    """fp32 on an accelerator has no fused kernel for K < H: there, and only there, it is asked for H KV heads."""
+    q, k, v = (torch.ones(1, heads, 3, 4, dtype=dtype) for heads in (6, 2, 2))
+    calls = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *inputs, **how: calls.append((inputs, how)))
+    monkeypatch.setattr(Tensor, "is_cpu", on_cpu, raising=False)
+    model.causal_attention(q, k, v)
+    ((inputs, how),) = calls
+    assert [x.shape[1] for x in inputs] == [6, heads, heads]
+    assert how["enable_gqa"] == (heads == 2)
+
+
 def through_meta(decoder: Decoder) -> Decoder:
     """The model again, from shapes without memory and then the stored tensors."""
     with torch.device("meta"):
