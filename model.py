@@ -284,9 +284,12 @@ SETTINGS = (  # keys of config.json, whether a value v may stand there (None: ab
     (["layer_types"], lambda v: not v or (isinstance(v, list) and all(t == "full_attention" for t in v)), OTHER),
 )
 TOGETHER = (  # what holds of every ModelConfig c, and what is said of any other
-    (lambda c: c.head_dim and not c.head_dim % 2, "head_dim = {c.head_dim} must be even and above 0: RoPE turns pairs"),
     (
-        lambda c: not c.heads % c.kv_heads,
+        lambda c: c.head_dim > 0 and c.head_dim % 2 == 0,
+        "head_dim = {c.head_dim} must be even and above 0: RoPE turns pairs of dimensions",
+    ),
+    (
+        lambda c: c.heads % c.kv_heads == 0,
         "num_attention_heads = {c.heads} is not a multiple of num_key_value_heads = {c.kv_heads}",
     ),
     (lambda c: not slides(c.raw), "use_sliding_window or sliding_window is not implemented in model.py"),
@@ -321,8 +324,9 @@ def read_rope(raw: dict) -> dict:
     check(rope, [(["rope_type"], lambda v: str(v) in ROPE_NUMBERS, OTHER), (numbers, *POSITIVE)])
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"config.json: partial_rotary_factor other than 1 {OTHER}")
-    for key in [key for key, value in rope.items() if isinstance(value, dict)]:
-        raise ValueError(f"config.json: rope_parameters of {key!r} alone are not implemented in model.py")
+    parts = [key for key, value in rope.items() if isinstance(value, dict)]
+    if parts:
+        raise ValueError(f"config.json: rope_parameters of {parts[0]!r} alone are not implemented in model.py")
     if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
     return rope
