@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,162 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The settings of config.json that this file implements; `raw` keeps the whole file for saving."""
-
-    vocab_size: int  # V
-    hidden_size: int
-    intermediate_size: int  # width of the SwiGLU
-    layers: int  # L
-    heads: int  # H
-    kv_heads: int  # K
-    head_dim: int  # D, free in Qwen3, elsewhere hidden_size / heads
-    norm_eps: float
-    rope: dict  # {"rope_type": "default" | "linear" | "llama3", "rope_theta": ..., and the type's own numbers}
-    tied: bool  # the head is the embedding matrix
-    qkv_bias: bool  # Qwen2
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # Qwen3: RMSNorm on each head's queries and keys
-    raw: dict = field(repr=False, default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, raw: dict) -> ModelConfig:
-        """Read config.json in either dialect (`rope_theta`/`rope_scaling` or `rope_parameters`).
-
-        Raises ValueError naming the setting if it is missing or not implemented: never an approximation.
-        """
-
-        def need(key: str):
-            if raw.get(key) is None:
-                raise ValueError(f"config.json has no {key!r}: is this a complete Hugging Face model folder?")
-            return raw[key]
-
-        def refuse(condition: bool, key: str) -> None:
-            if condition:
-                raise ValueError(f"config.json: {key} = {raw.get(key)!r} is not implemented in model.py")
-
-        kind = need("model_type")
-        if kind not in MODEL_TYPES:
-            raise ValueError(f"config.json: model_type = {kind!r} is none that model.py has: {', '.join(MODEL_TYPES)}")
-        refuse(raw.get("hidden_act", "silu") != "silu", "hidden_act")
-        refuse(bool(raw.get("attention_dropout")), "attention_dropout")
-        refuse(raw.get("quantization_config") is not None, "quantization_config")
-        heads = need("num_attention_heads")
-        bias = bool(raw.get("attention_bias", False))
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            size(key, need(key), most=1_000 if key == "num_hidden_layers" else 1_000_000)
-        for key in ("num_key_value_heads", "head_dim", "max_window_layers"):
-            size(key, raw.get(key) or 1, most=1_000_000)  # absent, null and 0 stand for "as usual"
-        positive("rms_norm_eps", need("rms_norm_eps"))
-        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
-            refuse(raw.get(key) not in (None, False, True), key)  # the text "false" is true for Python
-        types = raw.get("layer_types") or []
-        refuse(not isinstance(types, list) or any(t != "full_attention" for t in types), "layer_types")
-        if not raw.get("layer_types") and (raw.get("max_window_layers") or 0) < raw["num_hidden_layers"]:
-            # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
-            on = raw.get("use_sliding_window", kind == "llama" and "sliding_window" in raw)
-            if on and raw.get("sliding_window", "absent") is not None:
-                raise ValueError("config.json: use_sliding_window or sliding_window is not implemented in model.py")
-        config = cls(
-            vocab_size=need("vocab_size"),
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            layers=need("num_hidden_layers"),
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or need("hidden_size") // heads,
-            norm_eps=need("rms_norm_eps"),
-            rope=read_rope(raw),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=bias or kind == "qwen2",
-            output_bias=bias and kind != "qwen2",
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
-            raw=raw,
-        )
-        if config.head_dim % 2 or not config.head_dim:
-            raise ValueError(
-                f"config.json: head_dim = {config.head_dim} must be even and above 0: RoPE turns pairs of dimensions"
-            )
-        if config.heads % config.kv_heads:
-            raise ValueError(
-                f"config.json: num_attention_heads = {config.heads} is not a multiple of "
-                f"num_key_value_heads = {config.kv_heads}"
-            )
-        return config
-
-
-# ------------------------------------------------------------------------------------------- rotary positions
-
-ROPE_NUMBERS = {  # what each rope_type needs beside rope_theta
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-def positive(key: str, value) -> None:
-    """Raises ValueError naming the key of config.json unless its value is a number above 0 that fits fp32."""
-    if type(value) not in (int, float) or not 0 < value < 1e38:
-        raise ValueError(f"config.json: {key} = {value!r} must be a positive number")
-
-
-def size(key: str, value, most: int) -> None:
-    """Raises ValueError naming the key of config.json unless its value is a whole number from 1 to `most`."""
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"config.json: {key} = {value!r} must be a whole number from 1 to {most:,}")
-
-
-def read_rope(raw: dict) -> dict:
-    """`ModelConfig.rope` from either dialect of config.json. Raises ValueError naming what is not implemented."""
-    given = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [{}]
-    if not all(isinstance(rope, dict) and rope == given[0] for rope in given):
-        raise ValueError("config.json: rope_parameters and rope_scaling must be objects, and equal if both are there")
-    rope = {"rope_theta": raw.get("rope_theta") or 10000.0} | given[0]
-    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    if rope["rope_type"] not in list(ROPE_NUMBERS):  # a list: what JSON holds need not be hashable
-        raise ValueError(f"config.json: rope_type = {rope['rope_type']!r} is not implemented in model.py")
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("config.json: partial_rotary_factor other than 1 is not implemented in model.py")
-    for key, value in rope.items():
-        if isinstance(value, dict):
-            raise ValueError(f"config.json: rope_parameters of {key!r} alone are not implemented in model.py")
-    for key in ("rope_theta", *ROPE_NUMBERS[rope["rope_type"]]):
-        positive(key, rope.get(key))
-    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
-    return rope
-
-
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each pair of dimensions, (D/2,), fp32 (RoFormer 2104.09864; Llama 3.1 for `llama3`)."""
-    rope, even = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    # The reciprocal, as other tools round it: with a negative power the angles at position 8,192 differ by 5e-4.
-    frequencies = 1.0 / rope["rope_theta"] ** (even / config.head_dim)  # (D/2,)
-    if rope["rope_type"] == "linear":
-        return frequencies / rope["factor"]
-    if rope["rope_type"] == "llama3":
-        # Slow pairs are stretched by `factor`, fast ones left alone, with a linear blend between the two.
-        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return frequencies * (keep + (1 - keep) / rope["factor"])
-    return frequencies
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of x (B, heads, T, D) by the angles in cos, sin (B, 1, T, D/2)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-# --------------------------------------------------------------------------------------------------- the layers
+# ------------------------------------------------------------------------------------------------------ the transformer
 
 
 def wide(x: Tensor) -> Tensor:
@@ -205,11 +51,34 @@ class RMSNorm(nn.Module):
         return self.weight * F.rms_norm(wide(x), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
 
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair of dimensions, (D/2,), fp32 (RoFormer 2104.09864; Llama 3.1 for `llama3`)."""
+    rope = config.rope
+    even = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")  # numbers in a model on "meta" too
+    # The reciprocal, as other tools round it: with a negative power the angles at position 8,192 differ by 5e-4.
+    frequencies = 1.0 / rope["rope_theta"] ** (even / config.head_dim)  # (D/2,)
+    if rope["rope_type"] == "linear":
+        return frequencies / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        # Slow pairs are stretched by `factor`, fast ones left alone, with a linear blend between the two.
+        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        share = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (share + (1 - share) / rope["factor"])
+    return frequencies
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) of x (B, heads, T, D) by the angles in cos, sin (B, 1, T, D/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, (..., T, out), of x (..., T, in).
 
     In a decode step, T = 1, the rows are multiplied as (W x^T)^T, which a CPU does faster for few rows (all products of
-    SmolLM2-135M for 8 rows: 32 ms instead of 44, `benchmarks/bench.py --parts decode`).
+    SmolLM2-135M for 8 rows: 32 ms instead of 44, `benchmarks/bench.py`).
     """
     if x.shape[-2] > 1:
         return F.linear(x, weight, bias)
@@ -222,6 +91,14 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return project(x, self.weight, self.bias)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of queries q (B, H, T, D) to the keys and values k, v (B, K, T, D) up to their own: (B, H, T, D)."""
+    grouped = q.is_cpu or q.dtype != torch.float32  # a GPU has no fused fp32 kernel for it: T x T weights would be kept
+    if not grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -244,10 +121,7 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(split(self.q_proj(x))), cos, sin)  # (B, H, T, D)
         k = rotate(self.k_norm(split(self.k_proj(x))), cos, sin)  # (B, K, T, D)
         v = split(self.v_proj(x))  # (B, K, T, D)
-        if cache is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            out = cache.attend(q, k, v, positions)
+        out = causal_attention(q, k, v) if cache is None else cache.attend(q, k, v, positions)  # (B, H, T, D)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -291,6 +165,13 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         if not config.tied:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("frequencies", rope_frequencies(config), persistent=False)  # (D/2,), not in state_dict
+
+    def _apply(self, fn, recurse=True):
+        """`to` and its like move the frequencies, but leave them fp32: bf16 would round far positions to others."""
+        super()._apply(fn, recurse)
+        self.frequencies = rope_frequencies(self.config).to(self.frequencies.device)
+        return self
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
         """Final hidden states (B, T, hidden) of tokens (B, T).
@@ -301,8 +182,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         x = self.embed_tokens(tokens)  # (B, T, hidden)
-        frequencies = rope_frequencies(self.config).to(x.device)
-        angles = positions[:, None, :, None] * frequencies  # (B, 1, T, D/2), fp32
+        angles = positions[:, None, :, None] * self.frequencies  # (B, 1, T, D/2), fp32
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for index, layer in enumerate(self.layers):
             inputs = (x, cos, sin, positions, None if cache is None else cache[index])
@@ -319,10 +199,144 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens, positions, cache))
 
 
-# --------------------------------------------------------------------------------------------- loading and saving
+# ---------------------------------------------------------------------------------------------------- the configuration
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The settings of config.json that this file implements; `raw` keeps the whole file for saving."""
+
+    vocab_size: int  # V
+    hidden_size: int
+    intermediate_size: int  # width of the SwiGLU
+    layers: int  # L
+    heads: int  # H
+    kv_heads: int  # K
+    head_dim: int  # D, free in Qwen3, elsewhere hidden_size / heads
+    norm_eps: float
+    rope: dict  # {"rope_type": "default" | "linear" | "llama3", "rope_theta": ..., and the type's own numbers}
+    tied: bool  # the head is the embedding matrix
+    qkv_bias: bool  # Qwen2
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # Qwen3: RMSNorm on each head's queries and keys
+    raw: dict = field(repr=False, default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> ModelConfig:
+        """Read config.json in either dialect (`rope_theta`/`rope_scaling` or `rope_parameters`).
+
+        Raises ValueError naming the setting if it is missing or not implemented: never an approximation.
+        """
+        for key in ("model_type", *SIZES, "num_hidden_layers", "rms_norm_eps"):
+            if raw.get(key) is None:
+                raise ValueError(f"config.json has no {key!r}: is this a complete Hugging Face model folder?")
+        check({"hidden_act": "silu"} | raw, SETTINGS)
+        qwen2, bias, heads = raw["model_type"] == "qwen2", bool(raw.get("attention_bias")), raw["num_attention_heads"]
+        config = cls(
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            layers=raw["num_hidden_layers"],
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            norm_eps=raw["rms_norm_eps"],
+            rope=read_rope(raw),
+            tied=bool(raw.get("tie_word_embeddings")),
+            qkv_bias=bias or qwen2,
+            output_bias=bias and not qwen2,
+            mlp_bias=bool(raw.get("mlp_bias")),
+            qk_norm=raw["model_type"] == "qwen3",
+            raw=raw,
+        )
+        for allowed, sentence in TOGETHER:
+            if not allowed(config):
+                raise ValueError("config.json: " + sentence.format(c=config))
+        return config
+
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_NUMBERS = {  # what each rope_type needs
+    "default": ["rope_theta"],
+    "linear": ["rope_theta", "factor"],
+    "llama3": ["rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+}
+
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
+OPTIONAL = ["num_key_value_heads", "head_dim", "max_window_layers"]  # absent, null and 0 stand for "as usual"
+SWITCHES = ["tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"]
+
+OTHER = "is not implemented in model.py"
+WHOLE = "must be a whole number from 1 to 1,000,000"
+POSITIVE = (lambda v: type(v) in (int, float) and 0 < v < 1e38, "must be a positive number")  # one that fits fp32
+
+SETTINGS = (  # keys of config.json, whether a value v may stand there (None: absent), and what is said of any other
+    (["model_type"], lambda v: v in MODEL_TYPES, "is none that model.py has: " + ", ".join(MODEL_TYPES)),
+    (["num_hidden_layers"], lambda v: type(v) is int and 1 <= v <= 1_000, "must be a whole number from 1 to 1,000"),
+    (SIZES, lambda v: type(v) is int and 1 <= v <= 1_000_000, WHOLE),
+    (OPTIONAL, lambda v: not v or (type(v) is int and 1 <= v <= 1_000_000), WHOLE),
+    (SWITCHES, lambda v: v in (None, False, True), OTHER),  # the text "false" is true for Python
+    (["rms_norm_eps"], *POSITIVE),
+    (["hidden_act"], lambda v: v == "silu", OTHER),
+    (["attention_dropout"], lambda v: not v, OTHER),
+    (["quantization_config"], lambda v: v is None, OTHER),
+    (["layer_types"], lambda v: not v or (isinstance(v, list) and all(t == "full_attention" for t in v)), OTHER),
+)
+TOGETHER = (  # what holds of every ModelConfig c, and what is said of any other
+    (
+        lambda c: c.head_dim > 0 and c.head_dim % 2 == 0,
+        "head_dim = {c.head_dim} must be even and above 0: RoPE turns pairs of dimensions",
+    ),
+    (
+        lambda c: c.heads % c.kv_heads == 0,
+        "num_attention_heads = {c.heads} is not a multiple of num_key_value_heads = {c.kv_heads}",
+    ),
+    (lambda c: not slides(c.raw), "use_sliding_window or sliding_window is not implemented in model.py"),
+)
+
+
+def check(settings: dict, rules) -> None:
+    """Raises ValueError naming the first setting that its rule, a row like those of SETTINGS, does not allow."""
+    for keys, allowed, sentence in rules:
+        for key in keys:
+            if not allowed(settings.get(key)):
+                raise ValueError(f"config.json: {key} = {settings.get(key)!r} {sentence}")
+
+
+def slides(raw: dict) -> bool:
+    """Whether some layer would see a window of the newest tokens only."""
+    if raw.get("layer_types") or (raw.get("max_window_layers") or 0) >= raw["num_hidden_layers"]:
+        return False  # every layer is named, or the window begins above the last one
+    # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
+    on = raw.get("use_sliding_window", raw["model_type"] == "llama" and "sliding_window" in raw)
+    return bool(on) and raw.get("sliding_window", "absent") is not None
+
+
+def read_rope(raw: dict) -> dict:
+    """`ModelConfig.rope` from either dialect of config.json. Raises ValueError naming what is not implemented."""
+    given = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [{}]
+    if not all(isinstance(rope, dict) and rope == given[0] for rope in given):
+        raise ValueError("config.json: rope_parameters and rope_scaling must be objects, and equal if both are there")
+    rope = {"rope_theta": raw.get("rope_theta") or 10000.0} | given[0]
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    numbers = ROPE_NUMBERS.get(str(rope["rope_type"]), [])  # str: what JSON holds need not be hashable
+    check(rope, [(["rope_type"], lambda v: str(v) in ROPE_NUMBERS, OTHER), (numbers, *POSITIVE)])
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"config.json: partial_rotary_factor other than 1 {OTHER}")
+    parts = [key for key, value in rope.items() if isinstance(value, dict)]
+    if parts:
+        raise ValueError(f"config.json: rope_parameters of {parts[0]!r} alone are not implemented in model.py")
+    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
+    return rope
+
+
+# --------------------------------------------------------------------------------------------------- loading and saving
 
 
 INDEX = "model.safetensors.index.json"
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_json(path: Path) -> dict:
@@ -367,6 +381,39 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def stored_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """Every (file, name, tensor) of a folder, one at a time, but for the `inv_freq` buffers of old files.
+
+    Raises ValueError naming the file if it is broken or holds a name for the second time, with `model.` or without.
+    """
+    seen: set[str] = set()
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    short = name.removeprefix("model.")
+                    if short in seen:
+                        raise ValueError(f"{file}: second tensor {name!r}")
+                    seen.add(short)
+                    yield file, name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+
+
+def as_parameter(stored: Tensor, shape: torch.Size, dtype: torch.dtype, device, where: str) -> Tensor:
+    """A stored tensor as the decoder holds it. ValueError says `where` it lies if it does not fit or is not finite."""
+    if stored.shape != shape:
+        raise ValueError(f"{where} has shape {tuple(stored.shape)}, config.json asks for {tuple(shape)}")
+    if stored.dtype not in FLOATS:
+        raise ValueError(f"{where} has dtype {stored.dtype}; quantized weights are not implemented")
+    tensor = stored.to(device, dtype, copy=True)  # a copy: the file may change later
+    if not tensor.isfinite().all():
+        raise ValueError(f"{where} holds values that are not finite in {dtype}")
+    return tensor
+
+
 def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Decoder:
     """Load a Hugging Face folder, one tensor at a time, strictly: every tensor used once, none missing.
 
@@ -376,47 +423,22 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
     folder = Path(folder)
     with torch.device("meta"):  # shapes without memory
         decoder = Decoder(load_config(folder))
-    expected = decoder.state_dict()
-    state: dict[str, Tensor] = {}
-    seen: set[str] = set()
-    stored_head = None
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    short = name.removeprefix("model.")
-                    tensor = tensors.get_tensor(name)
-                    if short.endswith("rotary_emb.inv_freq"):
-                        continue
-                    if short in seen:
-                        raise ValueError(f"{file}: second tensor {name!r}")
-                    seen.add(short)
-                    if short == "lm_head.weight" and decoder.config.tied:
-                        stored_head = tensor
-                        continue
-                    if short not in expected:
-                        raise ValueError(f"{file}: unexpected tensor {name!r}")
-                    if tensor.shape != expected[short].shape:
-                        raise ValueError(
-                            f"{file}: {name} has shape {tuple(tensor.shape)}, "
-                            f"config.json asks for {tuple(expected[short].shape)}"
-                        )
-                    if tensor.dtype not in FLOATS:
-                        raise ValueError(
-                            f"{file}: {name} has dtype {tensor.dtype}; quantized weights are not implemented"
-                        )
-                    state[short] = tensor.to(device, dtype, copy=True)  # a copy: the file may change later
-                    if not state[short].isfinite().all():
-                        raise ValueError(f"{file}: {name} holds values that are not finite in {dtype}")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+    expected, state, stored_head = decoder.state_dict(), {}, None
+    for file, name, stored in stored_tensors(folder):
+        short = name.removeprefix("model.")
+        if short == "lm_head.weight" and decoder.config.tied:
+            stored_head = stored
+        elif short in expected:
+            state[short] = as_parameter(stored, expected[short].shape, dtype, device, f"{file}: {name}")
+        else:
+            raise ValueError(f"{file}: unexpected tensor {name!r}")
     missing = sorted(expected.keys() - state.keys())
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
     if stored_head is not None and not torch.equal(stored_head.to(device, dtype), state["embed_tokens.weight"]):
         raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
     decoder.load_state_dict(state, assign=True)
-    return decoder
+    return decoder.to(device)  # what is not stored: the frequencies
 
 
 def save_model(decoder: Decoder, folder) -> None:

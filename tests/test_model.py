@@ -6,10 +6,12 @@ with tokens (T,) and logits (T, V) in reference.safetensors. Every parameter is 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -189,16 +191,17 @@ def rope_of(**changes):
     """A fault: frequencies computed from another `rope`."""
 
     def fault(decoder, patch):
-        decoder.config = dataclasses.replace(decoder.config, rope=decoder.config.rope | changes)
+        decoder.frequencies = rope_frequencies(dataclasses.replace(decoder.config, rope=decoder.config.rope | changes))
 
     return fault
 
 
 def no_blend(decoder, patch):
     """Llama 3.1's rule as a hard switch."""
-    plain = rope_frequencies(dataclasses.replace(decoder.config, rope=decoder.config.rope | {"rope_type": "default"}))
-    turns = decoder.config.rope["original_max_position_embeddings"] * plain / (2 * math.pi)
-    patch.setattr(model, "rope_frequencies", lambda c: torch.where(turns < 1, plain / c.rope["factor"], plain))
+    rope = decoder.config.rope
+    plain = rope_frequencies(dataclasses.replace(decoder.config, rope=rope | {"rope_type": "default"}))
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    decoder.frequencies = torch.where(turns < 1, plain / rope["factor"], plain)
 
 
 def pairs_of_neighbours(decoder, patch):
@@ -294,6 +297,88 @@ def test_positions_are_relative_under_rope():
     tokens = torch.arange(9)[None]
     shifted = decoder(tokens, positions=tokens + 40)
     torch.testing.assert_close(shifted, decoder(tokens), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("on_cpu", "dtype"), [(True, torch.float32), (False, torch.float32), (False, torch.float64)])
+def test_causal_attention_is_that_of_the_formula(on_cpu, dtype, monkeypatch):
+    """softmax(q k^T / sqrt(D)) v over the tokens so far, H/K neighbouring query heads to a KV head, gradients too."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 7, 4, dtype=dtype, generator=random).requires_grad_() for heads in (6, 2, 2))
+    future = ~torch.ones(7, 7).bool().tril()
+    scores = (q.unflatten(1, (2, 3)) @ k[:, :, None].mT / 4**0.5).masked_fill(future, -torch.inf)  # (B, K, H/K, T, T)
+    slow = (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2)  # (B, H, T, D)
+    monkeypatch.setattr(Tensor, "is_cpu", on_cpu, raising=False)  # False: as on an accelerator
+    out = model.causal_attention(q, k, v)
+    torch.testing.assert_close(out, slow)
+    gradients = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (out, slow)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "dtype", "heads"),
+    [(True, torch.float32, 2), (True, torch.bfloat16, 2), (False, torch.bfloat16, 2), (False, torch.float32, 6)],
+)
+def test_keys_are_repeated_only_where_no_kernel_shares_them(on_cpu, dtype, heads, monkeypatch):
+    """fp32 on an accelerator has no fused kernel for K < H: there, and only there, it is asked for H KV heads."""
+    q, k, v = (torch.ones(1, heads, 3, 4, dtype=dtype) for heads in (6, 2, 2))
+    calls = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *inputs, **how: calls.append((inputs, how)))
+    monkeypatch.setattr(Tensor, "is_cpu", on_cpu, raising=False)
+    model.causal_attention(q, k, v)
+    ((inputs, how),) = calls
+    assert [x.shape[1] for x in inputs] == [6, heads, heads]
+    assert how["enable_gqa"] == (heads == 2)
+
+
+def through_meta(decoder: Decoder) -> Decoder:
+    """The model again, from shapes without memory and then the stored tensors."""
+    with torch.device("meta"):
+        empty = Decoder(decoder.config)
+    empty.load_state_dict(decoder.state_dict(), assign=True)
+    return empty
+
+
+def saved_and_loaded(decoder: Decoder) -> Decoder:
+    """The model again, from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(decoder, folder)
+        return load_model(folder)
+
+
+WAYS = {
+    "new": lambda decoder: decoder,
+    "bfloat16": lambda decoder: decoder.to(torch.bfloat16),
+    "half and back": lambda decoder: decoder.half().float(),
+    "float64": lambda decoder: decoder.double(),
+    "deepcopy": copy.deepcopy,
+    "deepcopy in bfloat16": lambda decoder: copy.deepcopy(decoder).to(torch.bfloat16),
+    "meta": through_meta,
+    "meta, then memory": lambda decoder: decoder.to("meta").to_empty(device="cpu"),
+    "folder": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rope_frequencies_are_never_rounded(way):
+    """However a model came about, its frequencies are the fp32 ones: at position 8,192 bf16 would be off by radians."""
+    decoder = WAYS[way](tiny_model(rope_scaling=LLAMA3, rope_theta=100.0))
+    assert torch.equal(decoder.frequencies, rope_frequencies(decoder.config))
+    assert decoder.frequencies.dtype == torch.float32 and decoder.frequencies.device == decoder.norm.weight.device
+
+
+def test_rope_frequencies_move_but_are_not_stored():
+    """They follow the model to another device, and neither a file nor the optimizer knows of them."""
+    decoder = tiny_model()
+    assert not any("frequencies" in name for name in [*decoder.state_dict(), *dict(decoder.named_parameters())])
+    assert decoder.to("meta").frequencies.device.type == "meta"
+
+
+@torch.no_grad()
+def test_rope_frequencies_are_computed_once(monkeypatch):
+    """A step of a model computes none, and so copies none to its device."""
+    decoder = tiny_model()
+    monkeypatch.setattr(model, "rope_frequencies", None)
+    decoder(torch.arange(9)[None])
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 1, 5), (2, 3, 5)])
