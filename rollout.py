@@ -197,7 +197,7 @@ def rollout(
         ended = torch.isin(token, eos).cpu()
         if ended.any():
             finished[rows[ended]], response_lengths[rows[ended]] = True, t + 1
-            order = cache.keep(~ended)
+            order = cache.compact(~ended)
             rows, token = rows[order], token[order.to(device)]
         if len(rows) == 0 or t + 1 == max_new_tokens:
             break
