@@ -7,8 +7,8 @@ ones those with the highest score, in each layer and KV head by itself. Survivor
 of position. They keep their original positions: keys are stored after RoPE, so a compressed cache differs from a
 dense one by eviction alone.
 
-A policy is a scoring function, "higher survives" (see `COMPRESSORS` at the end). Choosing, ties, windows,
-gathering and memory exist once, in `choose` and `LayerCache`.
+A policy is a scoring function, "higher survives", and a few declarations (see `COMPRESSORS`). Choosing, ties,
+windows, gathering and memory exist once, in `choose` and `LayerCache`.
 
 Shapes: B rows, T tokens, S slots, H query heads, K KV heads, D head dimension, W window.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from torch import Tensor
 from model import wide
 
 EMPTY = torch.iinfo(torch.int32).max  # the position of an unused slot: later than any query, so never visible
-PER_SLOT = ("keys", "values", "positions", "state")  # the parts of a cache that move when a row is cut
+PER_SLOT = ("keys", "values", "positions", "attention")  # the parts of a cache that move when a row is cut
 
 
 # ------------------------------------------------------------------------------------------ what a policy sees
@@ -36,50 +37,22 @@ PER_SLOT = ("keys", "values", "positions", "state")  # the parts of a cache that
 class Held:
     """What some rows hold when they are cut. A policy reads it and returns a score per slot, (B, K, S).
 
+    The parts: keys and values (B, K, S, D), after RoPE; positions (B, K, S) int32, increasing, EMPTY in unused slots.
+    For a policy that declares it also queries (B, H, W, D), the newest, in any order, and query_positions (B, W);
+    attention (B, K, S) fp32, that each key has received so far; seeds (B,) int64, to draw from.
     Scores of the window and of unused slots are ignored. Nothing here may be written to.
     """
 
-    parts: dict[str, Tensor]
-    rows: Tensor | slice  # which rows of `parts` are being cut
+    parts: dict[str, Tensor]  # of the whole layer
+    rows: Tensor | slice  # those that are cut
     window: int  # W
+    layer: int = 0
 
-    def part(self, name: str) -> Tensor:
-        """One part of these rows. Raises ValueError if the policy did not say that it needs it."""
+    def __getattr__(self, name: str) -> Tensor:
+        """A part of these rows, copied only when it is read. Raises ValueError if the policy did not declare it."""
         if name not in self.parts:
-            raise ValueError(
-                f"nothing is kept as {name} for this policy: say queries=True, or which state, in its Compressor"
-            )
+            raise ValueError(f"nothing is kept as {name} for this policy: say {name}=True in its Compressor")
         return self.parts[name][self.rows]
-
-    @property
-    def keys(self) -> Tensor:
-        """(B, K, S, D), after RoPE."""
-        return self.part("keys")
-
-    @property
-    def values(self) -> Tensor:
-        """(B, K, S, D)."""
-        return self.part("values")
-
-    @property
-    def positions(self) -> Tensor:
-        """(B, K, S) int32: place of each key in its sequence, increasing; EMPTY where the slot is unused."""
-        return self.part("positions")
-
-    @property
-    def state(self) -> Tensor:
-        """(B, K, S) fp32: what the policy keeps per key (see `Compressor.state`)."""
-        return self.part("state")
-
-    @property
-    def queries(self) -> Tensor:
-        """(B, H, W, D), after RoPE: the W newest queries, in any order (see `query_positions`)."""
-        return self.part("queries")
-
-    @property
-    def query_positions(self) -> Tensor:
-        """(B, W) int32."""
-        return self.part("query_positions")
 
     @property
     def used(self) -> Tensor:
@@ -96,9 +69,9 @@ class Held:
 def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     """The slots that survive, (B, K, budget), in increasing order.
 
-    The window always survives, unused slots never do, and a score that is not a number is the lowest; equal scores
-    keep the newer key (max-pooling makes plateaus, so ties are common, and top-k would settle them differently on
-    each backend). Raises ValueError unless there is a score for each slot.
+    The window always survives, unused slots never do, and a score that is not a number is the lowest. Equal scores
+    keep the newer key: max-pooling makes plateaus, so ties are common, and which of them a sort or top-k puts first
+    depends on the backend; only a value is taken from it. Raises ValueError unless there is a score for each slot.
     """
     older, used = held.older, held.used
     if scores.shape != used.shape:
@@ -106,9 +79,11 @@ def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     scores = wide(scores)
     finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities too: between the window and the unused
     ranked = finite.masked_fill(used & ~older, math.inf).masked_fill(~used, -math.inf)
-    # A stable sort keeps the first of equals: reversed slots put the newest first.
-    order = ranked.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :budget]
-    return (ranked.shape[-1] - 1 - order).sort(-1).values
+    threshold = ranked.topk(budget).values[..., -1:]  # the lowest score that survives
+    above, equal = ranked > threshold, ranked == threshold
+    newness = equal.flip(-1).cumsum(-1).flip(-1)  # 1 for the newest of the equal ones, 2 for the next
+    survives = above | (equal & (newness <= budget - above.sum(-1, keepdim=True)))
+    return survives.nonzero()[:, 2].view(*survives.shape[:2], budget)
 
 
 # -------------------------------------------------------------------------------------------------- the policies
@@ -124,11 +99,28 @@ def streaming(held: Held, sinks: int = 4) -> Tensor:
 
 
 def random(held: Held) -> Tensor:
-    """The baseline every policy must beat: one uniform draw per key, made when it is cached and carried with it.
+    """The baseline every policy must beat: one uniform draw per key, the same at every cut.
 
-    (A fresh draw at each cut would favour new keys, which have survived fewer of them.)
+    (A fresh draw at each cut would favour new keys, which have survived fewer of them.) A prompt's responses share it.
     """
-    return held.state
+    return uniform_hash(held.seeds, held.layer, held.positions)
+
+
+def uniform_hash(seeds: Tensor, layer: int, positions: Tensor) -> Tensor:
+    """A number in [0, 1) per row, KV head and position, (B, K, S) fp32, from seeds (B,) and positions (B, K, S).
+
+    A hash (SplitMix64) of these and of nothing else: a row's draws do not change with its batch-mates or device.
+    """
+
+    def mix(x: Tensor) -> Tensor:  # int64 wraps around; masks make the shifts logical
+        x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+        x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+        return x ^ (x >> 31 & (1 << 33) - 1)
+
+    K = positions.shape[1]
+    heads = torch.arange(K, device=positions.device)[:, None] + K * layer  # (K, 1)
+    key = (heads << 32) + positions.long()  # (B, K, S)
+    return (mix(mix(seeds)[:, None, None] + key) >> 40 & (1 << 24) - 1).float() / (1 << 24)
 
 
 def h2o(held: Held) -> Tensor:
@@ -137,7 +129,7 @@ def h2o(held: Held) -> Tensor:
     Summed over queries, averaged over the query heads of a KV head. The paper accumulates; Sparse-RL's released code,
     and the H2O in the R-KV repository, look at the last query only.
     """
-    return held.state
+    return held.attention
 
 
 def window_logits(held: Held) -> Tensor:
@@ -180,22 +172,17 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
 
     used, keys = held.used, wide(held.keys)  # (B, K, S), (B, K, S, D)
     inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
-    slots = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
+    slot = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
     total = torch.zeros_like(inverse)
-    for some in slots.split(chunk):  # how similar every key is to key i, for some i
-        apart = used[:, :, some, None] & used[:, :, None] & (some[:, None] != slots)
+    for some in slot.split(chunk):  # how similar every key is to key i, for some i
+        apart = used[:, :, some, None] & used[:, :, None] & (some[:, None] != slot)
         cosine = keys[:, :, some] @ keys.mT * inverse[:, :, some, None] * inverse[:, :, None]  # (B, K, chunk, S)
         cosine = cosine.masked_fill(~apart, 0)
-        newest_similar = torch.where(cosine > threshold, slots, -1).amax(-1, keepdim=True)  # -1 if there is none
-        total += cosine.masked_fill(slots == newest_similar, 0).sum(dim=2)
+        newest_similar = torch.where(cosine > threshold, slot, -1).amax(-1, keepdim=True)  # -1 if there is none
+        total += cosine.masked_fill(slot == newest_similar, 0).sum(dim=2)
     mean = total / used.sum(-1, keepdim=True)
     redundancy = mean.masked_fill(~used, -math.inf).softmax(-1)
     return weight * pool_older(importance, held, kernel) - (1 - weight) * redundancy
-
-
-def equal_budgets(budget: int, layers: int, window: int) -> list[int]:
-    """The same budget for every layer."""
-    return [budget] * layers
 
 
 def pyramid_budgets(budget: int, layers: int, window: int, beta: float = 20.0) -> list[int]:
@@ -216,21 +203,18 @@ class Compressor:
     """A policy: how older keys are scored, and what it needs beside keys, values and positions."""
 
     score: Callable[[Held], Tensor] | None  # (B, K, S), higher survives; None: nothing is ever evicted
-    queries: bool = False  # keep the W newest queries
-    state: str | None = None  # a number per key: "attention" received so far, or a "draw" in [0, 1)
+    queries: bool = False  # needs the W newest queries
+    attention: bool = False  # needs the attention that each key has received so far
+    seeds: bool = False  # needs a number per row to draw from
     sinks: int = 0  # slots it promises to the first positions, beyond the window
-    layer_budgets: Callable[[int, int, int], list[int]] = equal_budgets  # of (budget, L, W), with the sum L * budget
-
-    def __post_init__(self):
-        if self.state not in (None, "attention", "draw"):
-            raise ValueError(f"a policy's state is 'attention', 'draw' or None, not {self.state!r}")
+    layer_budgets: Callable[[int, int, int], list[int]] = lambda budget, layers, window: [budget] * layers  # same sum
 
 
 COMPRESSORS: dict[str, Compressor] = {
     "full": Compressor(None),
     "streaming": Compressor(streaming, sinks=4),
-    "random": Compressor(random, state="draw"),
-    "h2o": Compressor(h2o, state="attention"),
+    "random": Compressor(random, seeds=True),
+    "h2o": Compressor(h2o, attention=True),
     "snapkv": Compressor(snapkv, queries=True),
     "rkv": Compressor(rkv, queries=True),
     "pyramidkv": Compressor(snapkv, queries=True, layer_budgets=pyramid_budgets),
@@ -257,35 +241,29 @@ def check_settings(compressor: str, budget: int, buffer: int, window: int) -> Co
 # ----------------------------------------------------------------------------------------------------- the cache
 
 
-def uniform_hash(seeds: Tensor, layer: int, kv_heads: int, positions: Tensor) -> Tensor:
-    """A number in [0, 1) for each row, KV head and position, (B, K, T) fp32, from seeds (B,) and positions (B, T).
+def plan_step(length: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The step after which rows hold `length` keys: rows (B,), the slots of their new keys (B,), visible (B, 1, 1, S).
 
-    A hash (SplitMix64) of these and of nothing else: a row's draws do not change with its batch-mates or device.
+    Equal in all layers whose rows hold equally many keys. S: as far as the longest row.
     """
-
-    def mix(x: Tensor) -> Tensor:  # int64 wraps around; masks make the shifts logical
-        x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
-        x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
-        return x ^ (x >> 31 & (1 << 33) - 1)
-
-    heads = torch.arange(kv_heads, device=seeds.device)[:, None] + kv_heads * layer  # (K, 1)
-    key = (heads << 32) + positions[:, None, :].long()  # (B, K, T)
-    return (mix(mix(seeds)[:, None, None] + key) >> 40 & (1 << 24) - 1).float() / (1 << 24)
+    slot = torch.tensor(length, device=device) - 1
+    visible = torch.arange(max(length), device=device) <= slot[:, None]
+    return torch.arange(len(length), device=device), slot, visible[:, None, None]
 
 
+@dataclass(eq=False)
 class LayerCache:
-    """One layer's cache of B rows: `parts` by name, each with the rows first, and `length (B)` valid slots per row.
+    """One layer's cache of B rows."""
 
-    `length` lives on the CPU: the host decides by it when to cut, without waiting for the device.
-    """
-
-    def __init__(self, policy: Compressor, layer: int, budget: int, slots: int, window: int, parts: dict[str, Tensor]):
-        self.policy, self.layer, self.budget, self.slots, self.window = policy, layer, budget, slots, window
-        self.parts = parts
-        self.length = torch.zeros(len(parts["keys"]), dtype=torch.long)  # (B,)
-        self.evicted_at: Tensor | None = None  # see KVCache.record
-
-    # --- attention: write, attend, then cut
+    policy: Compressor
+    layer: int
+    budget: int
+    slots: int  # a row that holds this many keys is cut to `budget`
+    window: int
+    parts: dict[str, Tensor]  # keys, values, ... (see Held), each with the rows first
+    length: Tensor  # (B,) keys held per row. On the CPU: the host decides when to cut without waiting for the device
+    plan: Callable[..., tuple[Tensor, Tensor, Tensor]]  # plan_step, which remembers its answer for the next layer
+    evicted_at: Tensor | None = None  # see KVCache.record
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         """Store keys and values (B, K, T, D), attend with queries (B, H, T, D), then cut the rows that are full.
@@ -301,95 +279,79 @@ class LayerCache:
 
     def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K = keys.shape[:2]
-        device = keys.device
         self.length[:B] += 1
-        rows, slot = torch.arange(B, device=device), (self.length[:B] - 1).to(device)
-        self._write_window(queries, positions)
+        row, slot, visible = self.plan(tuple(self.length[:B].tolist()), keys.device)
         new = {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}  # (B, K, ...)
-        if self.policy.state == "draw":
-            new["state"] = uniform_hash(self.parts["seeds"][:B], self.layer, K, positions)[:, :, 0]
         for name, part in new.items():
-            self.parts[name][rows, :, slot] = part
+            self.parts[name][row, :, slot] = part
+        self._write_window(queries, positions)
 
-        S = int(self.length[:B].max())  # slots in use
+        S = visible.shape[-1]
         k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
         q = queries[:, :, 0].unflatten(1, (K, -1))  # (B, K, H/K, D): the heads of a KV head side by side
-        visible = (torch.arange(S, device=device) <= slot[:, None])[:, None, None]  # (B, 1, 1, S)
-        if self.policy.state == "attention":
+        if self.policy.attention:
             logits = wide(q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf)
             weights = logits.softmax(-1)  # (B, K, H/K, S)
-            self.parts["state"][:B, :, :S] += weights.mean(dim=2)
+            self.parts["attention"][:B, :, :S] += weights.mean(dim=2)
             out = weights.to(v.dtype) @ v
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-
-        full = (self.length[:B] == self.slots).nonzero()[:, 0]
-        if self.policy.score and len(full):
-            rows = slice(0, B) if len(full) == B else full.to(device)  # a slice is a view: nothing is copied to score
-            self._cut(self.parts, rows, positions[:, 0] + 1)
-            self.length[full] = self.budget
+        self._cut(self.parts, positions[:, 0] + 1)
         return out.flatten(1, 2)[:, :, None]  # (B, H, 1, D)
 
     def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K, T, _ = keys.shape
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        self._write_window(queries, positions)
         pad = (positions < 0)[:, None]  # (B, 1, T)
         prompt = {  # one layer's prompt, as if it had slots enough
             "keys": keys.masked_fill(pad[..., None], 0),
             "values": values.masked_fill(pad[..., None], 0),
             "positions": positions.int()[:, None].masked_fill(pad, EMPTY).expand(B, K, T),
         }
-        if self.policy.state == "draw":
-            prompt["state"] = uniform_hash(self.parts["seeds"][:B], self.layer, K, positions)
-        if self.policy.state == "attention":
-            prompt["state"] = prompt_attention(queries, keys, pad)
+        if self.policy.attention:
+            prompt["attention"] = prompt_attention(queries, keys, pad)
         for name, part in prompt.items():
             self.parts[name][:B, :, :T] = part[:, :, : self.slots]
+        self._write_window(queries, positions)
         seen = (positions >= 0).sum(1)  # (B,)
         self.length[:B] = seen.cpu()
-        full = (self.length[:B] >= self.slots).nonzero()[:, 0]
-        if self.policy.score and len(full):
-            self._cut(self.parts | prompt, full.to(keys.device), seen)
-            self.length[full] = self.budget
+        self._cut(self.parts | prompt, seen)
         return out
 
     def _write_window(self, queries: Tensor, positions: Tensor) -> None:
-        """Keep the newest W of queries (B, H, T, D): the query at position p goes to place p mod W."""
+        """Store the newest W of queries (B, H, T, D): the query at position p goes to place p mod W."""
         if not self.policy.queries:
             return
-        B, _, T, _ = queries.shape
+        row, new = torch.arange(len(queries), device=queries.device)[:, None], min(self.window, queries.shape[2])
         # (B, W); below 0 for a prompt shorter than W: such a place is written again long before the row can be cut
-        newest = positions.amax(1, keepdim=True) - torch.arange(min(self.window, T), device=positions.device)
-        source = (newest - positions[:, :1]).clamp(min=0)[:, None, :, None]  # index along T
-        picked = queries.gather(2, source.expand(-1, queries.shape[1], -1, queries.shape[3]))  # (B, H, W, D)
-        rows, place = torch.arange(B, device=positions.device)[:, None], newest % self.window
-        self.parts["queries"][rows, :, place] = picked.transpose(1, 2)
-        self.parts["query_positions"][rows, place] = newest.int()
+        newest = positions.amax(1, keepdim=True) - torch.arange(new, device=queries.device)
+        self.parts["queries"][row, :, newest % self.window] = queries[row, :, (newest - positions[:, :1]).clamp(min=0)]
+        self.parts["query_positions"][row, newest % self.window] = newest.int()
 
-    # --- eviction
-
-    def _cut(self, source: dict[str, Tensor], rows: Tensor | slice, seen: Tensor) -> None:
-        """Keep `budget` keys of each of these rows of `source`, in order, in the first slots; empty the others.
+    def _cut(self, source: dict[str, Tensor], seen: Tensor) -> None:
+        """Leave `budget` keys of each full row of `source`, in order, in the first slots; empty the others.
 
         One part at a time: the temporaries are the surviving keys of one layer and, where not all of its rows are
         cut, a copy of the keys to be scored. `seen (B,)` counts each row's tokens so far.
         """
-        held = Held(source, rows, self.window)
-        kept = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
+        full = (self.length[: len(seen)] >= self.slots).nonzero()[:, 0]
+        if self.policy.score is None or not len(full):
+            return
+        rows = slice(len(seen)) if len(full) == len(seen) else full.to(seen.device)  # a slice copies nothing
+        held = Held(source, rows, self.window, self.layer)
+        survivors = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
         if self.evicted_at is not None:
-            before = held.positions
-            gone = held.used.scatter(2, kept, False)
-            row, head, _ = gone.nonzero(as_tuple=True)
-            ids = self.parts["ids"][rows]
-            self.evicted_at[ids[row], head, before[gone].long()] = seen[rows][row].int()
-        index = torch.arange(len(self.length), device=kept.device)[rows][:, None, None]
-        heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
+            row, head, slot = held.used.scatter(2, survivors, False).nonzero(as_tuple=True)
+            place = self.parts["ids"][rows][row], head, held.positions[row, head, slot].long()
+            self.evicted_at[place] = seen[rows][row].int()
+        row = torch.arange(len(self.length), device=seen.device)[rows][:, None, None]
+        head = torch.arange(survivors.shape[1], device=seen.device)[:, None]
         for name in PER_SLOT:
             if name in source:
-                self.parts[name][rows, :, : self.budget] = source[name][index, heads, kept]
+                self.parts[name][rows, :, : self.budget] = source[name][row, head, survivors]
                 # attention weights of 0 do not hide what is left in an unused slot if it is inf or NaN: 0 * inf is NaN
                 self.parts[name][rows, :, self.budget :] = EMPTY if name == "positions" else 0
+        self.length[full] = self.budget
 
 
 def prompt_attention(queries: Tensor, keys: Tensor, pad: Tensor, chunk: int = 256) -> Tensor:
@@ -399,11 +361,11 @@ def prompt_attention(queries: Tensor, keys: Tensor, pad: Tensor, chunk: int = 25
     """
     (B, K, T, D), device = keys.shape, keys.device
     received = torch.zeros(B, K, T, device=device)
-    slots = torch.arange(T, device=device)
+    place = torch.arange(T, device=device)
     for first in range(0, T, chunk):
         q = queries[:, :, first : first + chunk].unflatten(1, (K, -1))  # (B, K, H/K, chunk, D)
         logits = wide(q @ keys[:, :, None].mT / math.sqrt(D))  # (B, K, H/K, chunk, T)
-        later = slots > slots[first : first + chunk, None]
+        later = place > place[first : first + chunk, None]
         weights = logits.masked_fill(later, -math.inf).softmax(-1).mean(dim=2)  # (B, K, chunk, T)
         received += weights.masked_fill(pad[:, :, first : first + chunk, None], 0).sum(dim=2)
     return received
@@ -434,25 +396,6 @@ class KVCache:
         Raises ValueError if compressor, budget, buffer and window cannot work together.
         """
         policy = check_settings(compressor, budget, buffer, window)
-
-        def allocate(slots: int) -> dict[str, Tensor]:
-            parts = {
-                "keys": torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype, device=device),
-                "values": torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype, device=device),
-                "positions": torch.full((rows, kv_heads, slots), EMPTY, dtype=torch.int32, device=device),
-            }
-            if policy.queries:
-                parts["queries"] = torch.zeros(rows, heads, window, head_dim, dtype=dtype, device=device)
-                parts["query_positions"] = torch.full((rows, window), -1, dtype=torch.int32, device=device)
-            if policy.state:
-                parts["state"] = torch.zeros(rows, kv_heads, slots, device=device)
-            if policy.state == "draw":
-                parts["seeds"] = torch.zeros(rows, dtype=torch.long, device=device)
-                parts["seeds"] += 0 if seeds is None else seeds.to(device)
-            return parts
-
-        self.active = rows  # the first `active` rows of every part are in use
-        self.layers = []
         budgets = policy.layer_budgets(budget, layers, window)
         least = window + policy.sinks + 1
         if policy.score and (len(budgets) != layers or sum(budgets) != layers * budget or min(budgets) < least):
@@ -460,9 +403,27 @@ class KVCache:
                 f"the layer budgets of {compressor} must be {layers} numbers of at least {least}, with the sum "
                 f"{layers * budget}, not {budgets}"
             )
+
+        def allocate(slots: int) -> dict[str, Tensor]:
+            parts = {name: torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype) for name in ("keys", "values")}
+            parts["positions"] = torch.full((rows, kv_heads, slots), EMPTY, dtype=torch.int32)
+            if policy.queries:
+                parts["queries"] = torch.zeros(rows, heads, window, head_dim, dtype=dtype)
+                parts["query_positions"] = torch.full((rows, window), -1, dtype=torch.int32)
+            if policy.attention:
+                parts["attention"] = torch.zeros(rows, kv_heads, slots)
+            if policy.seeds:
+                parts["seeds"] = torch.zeros(rows, dtype=torch.long) + (0 if seeds is None else seeds.to(device))
+            return parts
+
+        self.active = rows  # the first `active` rows of every part are in use
+        plan = lru_cache(maxsize=1)(plan_step)
+        self.layers = []
         for layer, layer_budget in enumerate(budgets):
-            slots = layer_budget + buffer if policy.score else max_length
-            self.layers.append(LayerCache(policy, layer, layer_budget, slots, window, allocate(slots)))
+            slots, length = layer_budget + buffer if policy.score else max_length, torch.zeros(rows, dtype=torch.long)
+            with torch.device(device):
+                parts = allocate(slots)
+            self.layers.append(LayerCache(policy, layer, layer_budget, slots, window, parts, length, plan))
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
@@ -470,11 +431,7 @@ class KVCache:
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes by part, over all layers. Constant while rows sample, finish and are dropped."""
-        total: dict[str, int] = {}
-        for layer in self.layers:
-            for name, part in layer.parts.items():
-                total[name] = total.get(name, 0) + part.nbytes
-        return total
+        return {name: sum(layer.parts[name].nbytes for layer in self.layers) for name in self.layers[0].parts}
 
     @property
     def tokens(self) -> float:
@@ -488,36 +445,34 @@ class KVCache:
             for name in layer.parts:
                 layer.parts[name] = layer.parts[name].repeat_interleave(group_size, dim=0)
             layer.length = layer.length.repeat_interleave(group_size)
-            if "seeds" in layer.parts:  # members of a group draw apart from here on
-                members = torch.arange(self.active, device=layer.parts["seeds"].device) % group_size
-                layer.parts["seeds"] += members << 32
             if layer.evicted_at is not None:
                 layer.evicted_at = layer.evicted_at.repeat_interleave(group_size, dim=0)
                 layer.parts["ids"] = torch.arange(self.active, device=layer.evicted_at.device)
 
-    def keep(self, alive: Tensor) -> Tensor:
+    def compact(self, alive: Tensor) -> Tensor:
         """Drop the active rows where alive (B,) bool, on the CPU, is False. Returns the new order of rows, (b,).
 
         In place: rows from the end move into the holes, no byte is allocated or freed.
         """
-        survivors = int(alive.sum())
-        order = torch.arange(survivors)
-        holes = (~alive[:survivors]).nonzero()[:, 0]
-        order[holes] = alive[survivors:].nonzero()[:, 0] + survivors
+        self.active = int(alive.sum())
+        order = torch.arange(self.active)
+        holes = (~alive[: self.active]).nonzero()[:, 0]
+        order[holes] = alive[self.active :].nonzero()[:, 0] + self.active
+        device = self.layers[0].parts["keys"].device
+        there, here = holes.to(device), order[holes].to(device)
         for layer in self.layers:
-            for part in (layer.length, *layer.parts.values()):
-                part[holes.to(part.device)] = part[order[holes].to(part.device)]
-        self.active = survivors
+            layer.length[holes] = layer.length[order[holes]]
+            for part in layer.parts.values():
+                part[there] = part[here]
         return order
 
-    def record(self, length: int) -> None:
-        """From now on write down when each key goes: layer.evicted_at (B, K, length) int32, for every row there was.
+    def record(self, max_length: int) -> None:
+        """From now on write down when each key goes: layer.evicted_at (B, K, max_length) int32, dropped rows included.
 
         It holds the tokens seen when the key at a position was evicted, EMPTY if it never was: the query at
         position p sees the key at position j where j <= p < evicted_at[j].
         """
         for layer in self.layers:
-            rows, kv_heads = layer.parts["keys"].shape[:2]
-            device = layer.parts["keys"].device
-            layer.evicted_at = torch.full((rows, kv_heads, length), EMPTY, dtype=torch.int32, device=device)
-            layer.parts["ids"] = torch.arange(rows, device=device)
+            positions = layer.parts["positions"]
+            layer.evicted_at = positions.new_full((*positions.shape[:2], max_length), EMPTY)
+            layer.parts["ids"] = torch.arange(len(positions), device=positions.device)

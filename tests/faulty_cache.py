@@ -31,11 +31,10 @@ def evict_before_attending(patch):
     attend = LayerCache.attend
 
     def early(self, queries, keys, values, positions):
-        self.slots -= 1
-        if self.policy.score and queries.shape[2] == 1 and (full := self.length == self.slots).any():
-            self._cut(self.parts, full.nonzero()[:, 0], positions[:, 0])
-            self.length[full] = self.budget
-        self.slots += 1
+        if queries.shape[2] == 1:
+            self.slots -= 1
+            self._cut(self.parts, positions[:, 0])
+            self.slots += 1
         return attend(self, queries, keys, values, positions)
 
     patch.setattr(LayerCache, "attend", early)
@@ -71,8 +70,8 @@ def ties_to_the_older(patch):
 
 
 def not_a_number_wins(patch):
-    """Clamped, NaN stays NaN, and a descending sort puts it first: the window goes."""
-    patch.setattr(torch.Tensor, "nan_to_num", lambda x, nan: x.clamp(min=nan))
+    """A descending sort puts NaN first."""
+    patch.setattr(torch.Tensor, "nan_to_num", lambda x, nan: torch.where(x.isnan(), torch.inf, x.clamp(min=nan)))
 
 
 def forget_the_window(patch):
@@ -99,7 +98,7 @@ def first_row_decides(patch):
         def keys(self):
             return self.parts["keys"][:1].expand_as(self.parts["keys"])[self.rows]
 
-    replace_policy(patch, "rkv", score=lambda held: kvcache.rkv(OfRowZero(held.parts, held.rows, held.window)))
+    replace_policy(patch, "rkv", score=lambda held: kvcache.rkv(OfRowZero(**vars(held))))
 
 
 def similarity_slip(patch):
@@ -125,7 +124,7 @@ def state_stays_behind(patch):
 
 def positions_stay_behind(patch):
     """Keys move to the front, their positions do not."""
-    patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "state"))
+    patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "attention"))
 
 
 def rows_cut_together(patch):
@@ -136,10 +135,10 @@ def rows_cut_together(patch):
         B = len(queries)
         before = self.length[:B].clone()
         out = attend(self, queries, keys, values, positions)
-        over = self.length[:B] > self.budget
-        if (self.length[:B] < before).any() and over.any():
-            self._cut(self.parts, over.nonzero()[:, 0], positions[:, 0] + 1)
-            self.length[:B][over] = self.budget
+        if (self.length[:B] < before).any():
+            slots, self.slots = self.slots, self.budget + 1
+            self._cut(self.parts, positions[:, 0] + 1)
+            self.slots = slots
         return out
 
     patch.setattr(LayerCache, "attend", together)
@@ -184,9 +183,9 @@ def budget_at_prefill_only(patch):
 
     def cut_prompts(self, *args):
         out = prefill(self, *args)
-        full = self.length >= self.budget + 5
-        self._cut(self.parts, full.nonzero()[:, 0], self.length.clone())
-        self.length[full] = self.budget
+        slots, self.slots = self.slots, self.budget + 5
+        self._cut(self.parts, self.length.clone())
+        self.slots = slots
         return out
 
     patch.setattr(LayerCache, "_prefill", cut_prompts)
@@ -196,48 +195,56 @@ def dirty_slots(patch):
     """pytorch 103963: freed slots keep what they held."""
     cut = LayerCache._cut
 
-    def leave(self, source, rows, seen):
-        cut(self, source, rows, seen)
+    def leave(self, source, seen):
+        before = self.length.clone()
+        cut(self, source, seen)
         for name in ("keys", "values"):
-            self.parts[name][rows, :, self.budget :] = 1.0
+            self.parts[name][self.length < before, :, self.budget :] = 1.0
 
     patch.setattr(LayerCache, "_cut", leave)
 
 
+def plan_for_each_layer(patch):
+    """What is equal in all layers is computed, and copied to the device, once per layer."""
+    patch.setattr(kvcache, "lru_cache", lambda maxsize: lambda function: lambda *args: function(*args))
+
+
 def grow_by_gathering(patch):
     """SMD experiment 4: survivors are gathered into new tensors."""
-    keep = KVCache.keep
+    compact = KVCache.compact
 
     def regather(self, alive):
-        order = keep(self, alive)
+        order = compact(self, alive)
         for layer in self.layers:
             layer.parts["keys"] = layer.parts["keys"].clone()
         return order
 
-    patch.setattr(KVCache, "keep", regather)
+    patch.setattr(KVCache, "compact", regather)
 
 
 def lose_the_state_of_dropped_rows(patch):
     """Rows are compacted, their queries and seeds are not."""
-    keep = KVCache.keep
+    compact = KVCache.compact
 
-    def partial_keep(self, alive):
+    def partly(self, alive):
         left = [{name: layer.parts.pop(name) for name in ("queries", "seeds") if name in layer.parts} for layer in self]
-        order = keep(self, alive)
+        order = compact(self, alive)
         for layer, parts in zip(self, left, strict=True):
             layer.parts |= parts
         return order
 
-    patch.setattr(KVCache, "keep", partial_keep)
+    patch.setattr(KVCache, "compact", partly)
 
 
 def only_the_first_is_compressed(patch):
     """KVCache-Factory 15: a flag on the module outlives the rollout."""
     cut = LayerCache._cut
 
-    def once(self, source, rows, seen):
-        cut(self, source, rows, seen)
-        replace_policy(patch, "snapkv", score=lambda held: held.positions)
+    def once(self, source, seen):
+        before = self.length.clone()
+        cut(self, source, seen)
+        if not self.length.equal(before):
+            replace_policy(patch, "snapkv", score=lambda held: held.positions)
 
     patch.setattr(LayerCache, "_cut", once)
 

@@ -46,6 +46,7 @@ CAUGHT = [
     (faulty.pooling_over_the_window, cache.test_snapkv_pools_over_older_neighbours_only),
     (faulty.budget_at_prefill_only, rollout.test_held_keys_never_exceed_budget_plus_buffer),
     (faulty.dirty_slots, of_run(cache.test_unused_slots_are_zero, "snapkv")),
+    (faulty.plan_for_each_layer, cache.test_layers_of_equal_length_share_one_plan_per_step),
     (faulty.grow_by_gathering, partial(cache.test_memory_stays_where_it_is_through_a_rollout, "snapkv")),
     (faulty.lose_the_state_of_dropped_rows, partial(cache.test_dropped_rows_leave_the_others_whole, "snapkv")),
     (faulty.lose_the_state_of_dropped_rows, partial(rollout.test_a_row_does_not_depend_on_its_batch_mates, "random")),

@@ -16,6 +16,7 @@ import torch
 from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_model
 from torch import Tensor
 
+import kvcache
 from eval import encode, load_problems, load_tokenizer
 from kvcache import (
     COMPRESSORS,
@@ -258,7 +259,7 @@ def test_scoring_leaves_the_cache_untouched(run):
     for layer in range(run.layers):
         cache = run.cache[layer]
         before = {name: part.clone() for name, part in cache.parts.items()}
-        cache.policy.score(Held(cache.parts, slice(0, len(run.prompts)), run.window))
+        cache.policy.score(Held(cache.parts, slice(0, len(run.prompts)), run.window, layer))
         assert all(torch.equal(before[name], part) for name, part in cache.parts.items())
 
 
@@ -423,8 +424,8 @@ def test_random_draws_once_per_key():
 
 def test_random_draws_are_uniform_and_apart_for_rows_layers_heads_and_positions():
     """The hash behind `random`: right moments, and no two streams alike."""
-    places = torch.arange(1000).expand(2, -1)
-    draws = torch.cat([uniform_hash(torch.tensor([5, 6]), layer, 2, places).flatten(0, 1) for layer in (0, 1)])
+    places = torch.arange(1000).expand(2, 2, -1)
+    draws = torch.cat([uniform_hash(torch.tensor([5, 6]), layer, places).flatten(0, 1) for layer in (0, 1)])
     assert draws.min() >= 0 and draws.max() < 1
     assert abs(float(draws.mean()) - 1 / 2) < 0.02 and abs(float(draws.var()) - 1 / 12) < 0.01
     correlation = torch.corrcoef(draws)  # 8 streams of 1000 draws
@@ -493,10 +494,18 @@ def test_dropped_rows_leave_the_others_whole(compressor):
     cache = cache_for(model.config, 5, 99, compressor=compressor, seeds=torch.arange(5), **SMALL)
     model.hidden(torch.randint(31, (5, 18), generator=seeded(0)), cache=cache)
     before = [{name: part.clone() for name, part in layer.parts.items()} for layer in cache]
-    order = cache.keep(torch.tensor([False, True, False, True, True]))
+    order = cache.compact(torch.tensor([False, True, False, True, True]))
     assert sorted(order.tolist()) == [1, 3, 4] and cache.active == 3
     for layer, parts in zip(cache, before, strict=True):
         assert all(torch.equal(layer.parts[name][:3], part[order]) for name, part in parts.items())
+
+
+def test_layers_of_equal_length_share_one_plan_per_step():
+    """Slots and masks that are equal in all layers are computed, and copied to the device, once per step."""
+    planned = mock.Mock(side_effect=kvcache.plan_step)
+    with mock.patch.object(kvcache, "plan_step", planned):
+        recorded(tiny_model(layers=4), "snapkv", max_new_tokens=24)
+    assert planned.call_count <= 23  # the prefill needs none
 
 
 @pytest.mark.parametrize("rows", [4, 3])
@@ -546,8 +555,8 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentenc
         ),
         ({"layer_budgets": lambda budget, layers, window: [budget + 1] * 2}, "with the sum 24, not .13, 13"),
         ({"score": snapkv}, "nothing is kept as queries for this policy: say queries=True"),
-        ({"score": h2o}, "nothing is kept as state for this policy: say queries=True, or which state"),
-        ({"state": "attn"}, "state is 'attention', 'draw' or None, not 'attn'"),
+        ({"score": h2o}, "nothing is kept as attention for this policy: say attention=True"),
+        ({"score": lambda held: held.keysteps}, "nothing is kept as keysteps for this policy"),
     ],
 )
 def test_a_policy_declared_wrongly_is_refused_with_a_sentence(policy, sentence, monkeypatch):
