@@ -340,3 +340,47 @@ def rescore(decoder: Decoder, r: Rollout, micro_tokens: int) -> tuple[Tensor, Te
     for rows in tqdm(list(micro_batches(torch.arange(len(r.tokens)), r.lengths, micro_tokens)), "scoring", leave=False):
         logp[rows], entropy[rows] = (x.cpu() for x in dense_logprobs(decoder, r, rows, entropy=True))
     return logp, entropy
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def memory(
+    c: ModelConfig,
+    cache: dict,
+    rows: int,
+    longest: int,
+    *,
+    dtype: torch.dtype,
+    micro_tokens: int,
+    gradient_checkpointing: bool = False,
+    kl_coef: float = 0.0,
+) -> dict[str, int]:
+    """Bytes that training on sequences of at most `longest` tokens needs at its peaks, by part. Nothing is allocated.
+
+    weights, gradients, optimizer: 4, 4 and 8 bytes a parameter in fp32, and those of the copy in another dtype.
+    cache, dense cache: for the rows sampled at a time, 2 L B K (budget + buffer) D itemsize and a little.
+    activations: estimated within a tenth. With e bytes an item and M tokens of a micro-batch, each layer keeps
+    M (8 hidden + e (4 hidden + 3 H D + 2 K D + 4 intermediate)), with checkpointing M e hidden. To that comes the
+    larger of two backward passes: the head's, 3 copies of 1,024 tokens' fp32 logits and a gradient of e V hidden, and
+    a layer's, 3 M e intermediate and, with checkpointing, what the layer keeps otherwise.
+    """
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(c).parameters())
+    sizes = {"rows": rows, "max_length": longest, "device": "meta", "dtype": dtype}
+    sparse, dense = (cache_for(c, **settings, **sizes) for settings in (cache, {"compressor": "full"}))
+    M, e = min(max(micro_tokens, longest), rows * longest), dtype.itemsize
+    attention = 3 * c.heads * c.head_dim + 2 * c.kv_heads * c.head_dim
+    layer = 8 * c.hidden_size + e * (4 * c.hidden_size + attention + 4 * c.intermediate_size)
+    kept, again = (e * c.hidden_size, layer) if gradient_checkpointing else (layer, 0)
+    head = 3 * 4 * min(1024, M) * c.vocab_size + e * c.vocab_size * c.hidden_size
+    return {
+        "parameters": parameters,
+        "weights": (4 if dtype == torch.float32 else 4 + e) * parameters,
+        "gradients": 4 * parameters,
+        "optimizer": 8 * parameters,
+        "reference": e * parameters if kl_coef else 0,
+        "activations": M * c.layers * kept + max(head, M * (3 * e * c.intermediate_size + again)),
+        "cache": sum(sparse.nbytes.values()),
+        "dense cache": sum(dense.nbytes.values()),
+    }

@@ -317,7 +317,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: P
 
 
 def set_aside(run: Path, step: int) -> Path:
-    """Move a damaged checkpoint, with a copy of the run's records, where it no longer counts as one: damaged-NNNNNN-1."""
+    """Move a damaged checkpoint where it no longer counts as one, and copy the records beside it: damaged-NNNNNN-1."""
     places = (run / f"damaged-{step:06d}-{count}" for count in itertools.count(1))
     place = next(place for place in places if not place.exists())
     place.mkdir()

@@ -30,8 +30,8 @@ import grpo
 import runs
 from eval import beyond_context, dense_and_sparse
 from kvcache import COMPRESSORS, check_settings
-from model import Decoder, ModelConfig, activation_bytes, load_config, load_model, read_json, weight_files
-from rollout import Rollout, cache_for, dense_logprobs, micro_batches, rescore, rollout_batches
+from model import Decoder, ModelConfig, load_config, load_model, read_json, weight_files
+from rollout import Rollout, cache_for, dense_logprobs, memory, micro_batches, rescore, rollout_batches
 from runs import megabytes, option
 from task import (
     ASSETS,
@@ -423,35 +423,12 @@ def read_inputs(config: Config) -> Inputs:
     return Inputs(model, tokenizer, eos_ids, prompts, held_out[: config.eval_limit or None])
 
 
-def memory(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
-    """Bytes that a run of sequences of at most `longest` tokens needs at its peaks, by part. Nothing is allocated.
-
-    weights + gradients + optimizer = 16 bytes a parameter in fp32 (4, 4 and 8), 2 more for the copy in bf16; the cache
-    of the rows sampled at a time (2 L B K (budget + buffer) D itemsize and a little); `activation_bytes`.
-    """
-    dtype = getattr(torch, config.dtype)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Decoder(model).parameters())
-    sizes = {"rows": config.rows, "max_length": longest, "device": "meta", "dtype": dtype}
-    cache, dense = (cache_for(model, **settings, **sizes) for settings in (config.cache, {"compressor": "full"}))
-    tokens = min(max(config.micro_tokens, longest), config.rows * longest)
-    return {
-        "parameters": parameters,
-        "weights": (4 if dtype == torch.float32 else 4 + dtype.itemsize) * parameters,
-        "gradients": 4 * parameters,
-        "optimizer": 8 * parameters,
-        "reference": dtype.itemsize * parameters if config.kl_coef else 0,
-        "activations": activation_bytes(model, tokens, dtype, config.gradient_checkpointing),
-        "cache": sum(cache.nbytes.values()),
-        "dense cache": sum(dense.nbytes.values()),
-    }
-
-
 def plan(config: Config, inputs: Inputs) -> str:
     """What a step will hold and do, before any weights are loaded."""
     lengths = [len(prompt.ids) for prompt in inputs.prompts]
     responses, longest = config.prompts * config.group_size, max(lengths) + config.max_new_tokens
-    need = memory(config, inputs.model, longest)
+    how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef") | {"dtype": getattr(torch, config.dtype)}
+    need = memory(inputs.model, config.cache, config.rows, longest, **how)
     cache, dense = need.pop("cache"), need.pop("dense cache")
     layers = cache_for(inputs.model, 1, longest, **config.cache, device="meta").layers
     slots, budgets = (sorted({getattr(layer, name) for layer in layers}) for name in ("slots", "budget"))
