@@ -13,34 +13,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+import runs
+import task
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, ModelConfig, load_config, load_model
 from rollout import rollout_batches
-from runs import (
-    append,
-    check_options,
-    megabytes,
-    new_folder,
-    one_sentence,
-    option,
-    parse_config,
-    pick_device,
-    table,
-    write_json,
-)
-from task import (
-    ASSETS,
-    EXTRACTORS,
-    MAX_PROMPT,
-    TEMPLATE,
-    Prompt,
-    check_template,
-    extract_answer,
-    is_correct,
-    load_problems,
-    load_tokenizer,
-    prepare,
-)
+from runs import megabytes, option, table
+from task import ASSETS, Prompt, Reward, extract_answer, is_correct, load_problems
 
 __all__ = ["evaluate", "extract_answer", "is_correct", "load_problems"]  # the last three live in task.py
 
@@ -56,8 +35,8 @@ class EvalConfig:
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
     benchmark: str = option("", "a folder: every JSONL in it, with the paper's settings where none are given")
-    template: str = option("auto", TEMPLATE)
-    max_prompt_tokens: int = option(0, MAX_PROMPT, at_least=0)
+    template: str = option("auto", task.TEMPLATE)
+    max_prompt_tokens: int = option(0, task.MAX_PROMPT, at_least=0)
     limit: int = option(0, "only the first so many problems; 0 takes all", at_least=0)
     compressor: str = option("snapkv", f"KV policies of the sparse rows, by commas: {', '.join(COMPRESSORS)}")
     budget: int = option(512, "keys that survive a cut, per layer and KV head")
@@ -66,11 +45,12 @@ class EvalConfig:
     samples: int = option(1, "responses to each problem; above 1: mean@k (accuracy) and unbiased pass@k", at_least=1)
     temperature: float = option(0.0, "0 is greedy; the paper evaluates at 0.8", at_least=0, below=math.inf)
     top_p: float = option(1.0, "nucleus; the paper evaluates at 0.95", at_least=1e-6, at_most=1)
-    extract: str = option("boxed", "last-number takes the last number of a text without a box", choices=EXTRACTORS)
+    extract: str = option("boxed", "last-number takes the last number of a text without a box", choices=task.EXTRACTORS)
     max_new_tokens: int = option(1000, "longest response; what is longer is graded as it stands", at_least=1)
     rows: int = option(
         128, "responses sampled at a time (at least a problem's); costs memory, changes no result", at_least=1
     )
+    reward: str = option("", "FILE.py:NAME, a function (response, answer) -> float, reported beside accuracy")
     out: str = option("", "folder for the responses and results; default runs/eval-<time>")
     seed: int = option(0, "of the sampler's random numbers", at_least=0, below=2**63)
     threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
@@ -78,8 +58,8 @@ class EvalConfig:
     dtype: str = option("float32", "of weights and cache", choices=("float32", "bfloat16", "float64"))
 
     def __post_init__(self):
-        check_options(self)
-        check_template(self.template)
+        runs.check_options(self)
+        task.check_template(self.template)
         for name in names(self.compressor):
             check_settings(name, self.budget, self.buffer, self.window)
         if 0 < self.temperature < 1e-3:
@@ -113,12 +93,13 @@ def evaluate(
     samples: int = 1,
     seed: int = 0,
     extract: str = "boxed",
+    reward: Reward | None = None,
     **settings,
 ) -> tuple[dict, list[dict]]:
     """Accuracy of `samples` responses to each prompt: (summary, one record a response).
 
-    extract: how the answer is found, one of EXTRACTORS. settings: those of `rollout_batches`.
-    The standard error is over problems, None for a single one.
+    extract: how the answer is found, one of task.EXTRACTORS. reward: its mean is reported too. settings: those of
+    `rollout_batches`. The standard error is over problems, None for a single one.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = [prompt.ids for prompt in prompts]
@@ -131,9 +112,10 @@ def evaluate(
                 "problem": i // samples,
                 "prompt": prompt.text,
                 "response": text,
-                "extracted": EXTRACTORS[extract](text),
+                "extracted": task.EXTRACTORS[extract](text),
                 "answer": prompt.answer,
-                "correct": is_correct(text, prompt.answer, EXTRACTORS[extract]),
+                "correct": is_correct(text, prompt.answer, task.EXTRACTORS[extract]),
+                **({"reward": reward(text, prompt.answer)} if reward else {}),
                 "tokens": int(r.response_lengths[i]),
                 "finished": bool(r.finished[i]),
             }
@@ -149,6 +131,7 @@ def evaluate(
         "boxed": sum(extract_answer(record["response"]) is not None for record in records) / len(records),
         **r.statistics,
         "seconds": r.seconds,
+        **({"reward": sum(record["reward"] for record in records) / len(records)} if reward else {}),
         **{f"pass@{k}": sum(pass_at_k(samples, int(n), k) for n in right.sum(1)) / len(right) for k in passes},
     }, records
 
@@ -194,8 +177,8 @@ def benchmarks(config: EvalConfig, given: dict) -> dict[str, EvalConfig]:
 
 def details(results: dict[str, dict]) -> str:
     """The table of one problem set: a line per decoding mode."""
-    passes = [name for name in results["dense"] if name.startswith("pass@")]
-    columns = ["accuracy", "stderr", *passes, "boxed", "truncated", "response_length", "kv_saved"]
+    extra = [name for name in results["dense"] if name == "reward" or name.startswith("pass@")]
+    columns = ["accuracy", "stderr", *extra, "boxed", "truncated", "response_length", "kv_saved"]
     lines = [
         [name, *(s[c] for c in columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
         for name, s in results.items()
@@ -216,34 +199,35 @@ def overview(results: dict[str, dict[str, dict]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config, given = parse_config(
+    config, given = runs.parse_config(
         EvalConfig, argv, "eval.py", "Accuracy of a model under dense and under compressed decoding."
     )
-    with one_sentence("eval.py"):
-        device = pick_device(config.device, config.threads)
+    with runs.one_sentence("eval.py"):
+        device = runs.pick_device(config.device, config.threads)
         sets = benchmarks(config, given)
-        tokenizer, eos_ids = load_tokenizer(config.model)
+        tokenizer, eos_ids = task.load_tokenizer(config.model)
         architecture, prompts = load_config(config.model), {}
         for name, c in sets.items():
             problems = load_problems(c.data)[: c.limit or None]
             how = {"template": c.template, "longest": c.max_prompt_tokens}
-            prompts[name] = prepare(problems, tokenizer, architecture.vocab_size, **how)
+            prompts[name] = task.prepare(problems, tokenizer, architecture.vocab_size, **how)
             longest = max(len(prompt.ids) for prompt in prompts[name])
             if warning := beyond_context(architecture, longest + c.max_new_tokens):
                 print(warning)
+        reward = task.load_reward(config.reward) if config.reward else None
         model = load_model(config.model, getattr(torch, config.dtype), device)
         folder = Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
-        new_folder(folder)
-    results = {}
-    with one_sentence("eval.py", (OSError, MemoryError, FloatingPointError)):
+        runs.new_folder(folder)
+    results, graded = {}, task.held_to_its_promise(reward, config.reward, folder) if reward else None
+    with runs.one_sentence("eval.py", (OSError, MemoryError, FloatingPointError, task.RewardError)):
         for name, c in sets.items():
             settings = {key: getattr(c, key) for key in SETTINGS}
-            found = dense_and_sparse(model, tokenizer, eos_ids, prompts[name], progress=True, **settings)
+            found = dense_and_sparse(model, tokenizer, eos_ids, prompts[name], reward=graded, progress=True, **settings)
             results[name] = {mode: summary for mode, (summary, _) in found.items()}
             for mode, (_, records) in found.items():
-                append(folder / f"responses-{name}-{mode}.jsonl", records)
+                runs.append(folder / f"responses-{name}-{mode}.jsonl", records)
             everything = {"config": {key: asdict(c) for key, c in sets.items()}, "results": results}
-            write_json(folder / "results.json", everything)
+            runs.write_json(folder / "results.json", everything)
             print(f"{c.model} on {len(prompts[name])} problems of {c.data}, {c.samples} response(s) each")
             print(details(results[name]), flush=True)
     if config.benchmark:

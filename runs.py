@@ -250,7 +250,7 @@ def new_folder(folder: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------- checkpoints
 
-PATHS = ("model", "data", "eval_data")  # options that name files: a run knows them by their contents
+PATHS = ("model", "data", "eval_data", "reward")  # options that name files: a run knows them by their contents
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
     *("generation_config.json", "chat_template*", "*.jinja"),

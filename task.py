@@ -1,15 +1,17 @@
 """What is asked and what is rewarded: problem files, the tokenizer, prompts, answers.
 
-The check of an answer here is the reward in training: 1 if the last \\boxed{...} of the response equals the
-reference, else 0.
+The check of an answer here is the default reward in training: 1 if the last \\boxed{...} of the response equals the
+reference, else 0. Any other function of (response, answer) can take its place.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from model import read_json
+from runs import write_json
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -468,3 +471,46 @@ def is_correct(response: str, answer: str, extract=extract_answer) -> bool:
     """The reward: does the last boxed answer of the response equal the reference?"""
     found = extract(response)
     return found is not None and is_equal(found, answer)
+
+
+# ----------------------------------------------------------------------------------------------- one's own reward
+
+Reward = Callable[[str, str], float]  # of (response, answer): any finite number
+
+
+class RewardError(Exception):
+    """A reward function broke its promise."""
+
+
+def load_reward(name: str) -> Reward:
+    """The function of "FILE.py:NAME". Raises ValueError naming what is missing, or what the file raised."""
+    file, _, function = name.rpartition(":")
+    if not Path(file).is_file():
+        raise ValueError(f"--reward {name!r}: name a function as FILE.py:NAME; there is no file {file!r}")
+    spec = importlib.util.spec_from_file_location("reward", file)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's code
+        raise ValueError(f"--reward: {file} cannot be imported ({type(error).__name__}: {error})") from None
+    if not callable(reward := getattr(module, function, None)):
+        raise ValueError(f"--reward: {file} has no function {function!r}")
+    return reward
+
+
+def held_to_its_promise(reward: Reward, name: str, folder: Path) -> Reward:
+    """The reward function, but RewardError where it raises or gives no finite number; the response is then saved."""
+
+    def checked(response: str, answer: str) -> float:
+        try:
+            value = reward(response, answer)
+            if not isinstance(value, str) and math.isfinite(value):
+                return float(value)
+            fault = f"gave {value!r}, not a finite number"
+        except Exception as error:  # it is the user's code
+            fault = f"raised {type(error).__name__}: {error}"
+        file = folder / "reward-failed.json"
+        write_json(file, {"response": response, "answer": answer, "fault": fault})
+        raise RewardError(f"the reward {name} {fault}; the response is in {file}")
+
+    return checked

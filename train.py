@@ -11,6 +11,7 @@ checkpoint continues as if it had never stopped.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import random
 import signal
@@ -28,22 +29,13 @@ from tqdm import tqdm
 
 import grpo
 import runs
+import task
 from eval import beyond_context, dense_and_sparse
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, ModelConfig, load_config, load_model, read_json, weight_files
 from rollout import Rollout, cache_for, dense_logprobs, memory, micro_batches, rescore, rollout_batches
 from runs import megabytes, option
-from task import (
-    ASSETS,
-    MAX_PROMPT,
-    TEMPLATE,
-    Prompt,
-    check_template,
-    is_correct,
-    load_problems,
-    load_tokenizer,
-    prepare,
-)
+from task import ASSETS, Prompt, Reward, is_correct
 
 # What a resumed run may change, because it does not change the experiment: its length, its reports, how the machine is
 # used, and where its inputs lie (they are known by their contents).
@@ -60,8 +52,9 @@ class Config:
     # What is trained, on what, and where it goes
     model: str = option(str(ASSETS / "model"), "Hugging Face folder to start from")
     data: str = option(str(ASSETS / "long-train.jsonl"), "training problems, JSONL")
-    template: str = option("auto", TEMPLATE)
-    max_prompt_tokens: int = option(0, MAX_PROMPT, at_least=0)
+    template: str = option("auto", task.TEMPLATE)
+    max_prompt_tokens: int = option(0, task.MAX_PROMPT, at_least=0)
+    reward: str = option("", "FILE.py:NAME, a function (response, answer) -> float; default 1 if right, else 0")
     eval_data: str | None = option(None, "held-out problems, '' for none; by default the -heldout beside a -train file")
     out: str = option("", "run folder; default runs/<time>")
     resume: str = option("", "continue the run in this folder from its newest checkpoint, with its settings")
@@ -110,7 +103,7 @@ class Config:
 
     def __post_init__(self):
         runs.check_options(self)
-        check_template(self.template)
+        task.check_template(self.template)
         check_settings(self.compressor, self.budget, self.buffer, self.window)
         if self.prompts % self.updates:
             raise ValueError(f"--updates must divide the {self.prompts} prompts of a step, not {self.updates}")
@@ -169,7 +162,9 @@ def pick_problems(count: int, prompts: int, step: int, seed: int) -> list[int]:
     return [order[place // count][place % count] for place in places]
 
 
-def train_step(config: Config, inputs: Inputs, weights: Weights, step: int) -> tuple[dict[str, float], list[dict]]:
+def train_step(
+    config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int
+) -> tuple[dict[str, float], list[dict]]:
     """Sample, grade, score, update. Returns the step's metrics and one record a response."""
     asked = [inputs.prompts[i] for i in pick_problems(len(inputs.prompts), config.prompts, step, config.seed)]
     r = rollout_batches(
@@ -184,7 +179,7 @@ def train_step(config: Config, inputs: Inputs, weights: Weights, step: int) -> t
     )
     asked = [prompt for prompt in asked for _ in range(config.group_size)]  # N, the prompt of each response
     texts = [inputs.tokenizer.decode(r.response(i)) for i in range(len(asked))]
-    rewards = torch.tensor([float(is_correct(text, prompt.answer)) for text, prompt in zip(texts, asked, strict=True)])
+    rewards = torch.tensor([reward(text, prompt.answer) for text, prompt in zip(texts, asked, strict=True)])  # (N,)
     advantages = grpo.group_advantages(rewards, config.group_size, normalize_std=config.normalize_std)  # (N,)
 
     scoring = time.perf_counter()
@@ -317,7 +312,9 @@ class Run:
     evaluations: list[dict]
 
 
-def train(config: Config, inputs: Inputs, weights: Weights, run: Run, save: Callable, stopping: list[int]) -> None:
+def train(
+    config: Config, inputs: Inputs, weights: Weights, reward: Reward, run: Run, save: Callable, stopping: list[int]
+) -> None:
     """The loop. A step adds lines to metrics.jsonl and samples.jsonl and, when due, a checkpoint and an evaluation.
 
     save(): writes a checkpoint. stopping: the signals that came (`stop_signals`), read between steps.
@@ -328,7 +325,7 @@ def train(config: Config, inputs: Inputs, weights: Weights, run: Run, save: Call
     for step in bar:
         if stopping:
             break
-        metrics, records = train_step(config, inputs, weights, step)
+        metrics, records = train_step(config, inputs, weights, reward, step)
         runs.append(run.folder / "samples.jsonl", records)
         runs.append(run.folder / "metrics.jsonl", [metrics])
         run.metrics.append(metrics)
@@ -416,11 +413,14 @@ def summary(config: Config, run: Run) -> str:
 def read_inputs(config: Config) -> Inputs:
     """Read and check all but the weights, write nothing. Raises ValueError or OSError in a sentence for the user."""
     model = load_config(config.model)
-    tokenizer, eos_ids = load_tokenizer(config.model)
-    how = {"template": config.template, "longest": config.max_prompt_tokens}
-    prompts = prepare(load_problems(config.data), tokenizer, model.vocab_size, **how)
-    held_out = prepare(load_problems(config.eval_data), tokenizer, model.vocab_size, **how) if config.eval_data else []
-    return Inputs(model, tokenizer, eos_ids, prompts, held_out[: config.eval_limit or None])
+    tokenizer, eos_ids = task.load_tokenizer(config.model)
+
+    def prompts(file: str) -> list[Prompt]:
+        how = {"template": config.template, "longest": config.max_prompt_tokens}
+        return task.prepare(task.load_problems(file), tokenizer, model.vocab_size, **how)
+
+    held_out = prompts(config.eval_data)[: config.eval_limit or None] if config.eval_data else []
+    return Inputs(model, tokenizer, eos_ids, prompts(config.data), held_out)
 
 
 def plan(config: Config, inputs: Inputs) -> str:
@@ -458,7 +458,7 @@ def plan(config: Config, inputs: Inputs) -> str:
     return "\n".join(f"{name:<10}{text}" for name, text in lines.items() if text)
 
 
-def identity(config: Config, inputs: Inputs) -> dict:
+def identity(config: Config, inputs: Inputs, reward: Reward | None) -> dict:
     """What makes a run this run: the settings that a resumed run may not change, and hashes of what it reads."""
     asked = {name: [[p.ids, p.answer] for p in getattr(inputs, name)] for name in ("prompts", "held_out")}
     files = [Path(config.model) / "config.json", *weight_files(Path(config.model))]
@@ -467,7 +467,16 @@ def identity(config: Config, inputs: Inputs) -> dict:
         "model": runs.fingerprint(*files, inputs.eos_ids),
         "data": runs.fingerprint(asked["prompts"]),
         "eval_data": runs.fingerprint(asked["held_out"]),
+        "reward": reward_source(config.reward, reward),
     }
+
+
+def reward_source(name: str, passed: Reward | None) -> str:
+    """What a reward is known by: its file's contents and its name there, or its own source; "" for the default."""
+    if passed:
+        return runs.fingerprint(inspect.getsource(passed))
+    file, _, function = name.rpartition(":")
+    return runs.fingerprint(Path(file), function) if name else ""
 
 
 def load_weights(config: Config, folder: Path, own: dict, device: torch.device) -> tuple[Weights, int]:
@@ -516,8 +525,8 @@ def open_run(config: Config, folder: Path, own: dict, done: int) -> Run:
     return Run(folder, done, metrics, evaluations)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
+    """The command line. reward: a function (response, answer) -> float in place of the check of the answer."""
     about = "Train a language model on rollouts from a compressed KV cache."
     config, given = runs.parse_config(Config, argv, "train.py", about)
     with runs.one_sentence("train.py"):
@@ -529,11 +538,12 @@ def main(argv: list[str] | None = None) -> None:
             config = replace(config, eval_data=str(beside) if beside != data and beside.exists() else "")
         device = runs.pick_device(config.device, config.threads)
         inputs = read_inputs(config)
+        function = reward or (task.load_reward(config.reward) if config.reward else is_correct)
         print(plan(config, inputs))
         if config.dry_run:
             return
         folder = Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
-        own = identity(config, inputs)
+        own = identity(config, inputs, reward)
         if config.resume:
             runs.check_inputs(folder, own)
         weights, done = load_weights(config, folder, own, device)
@@ -545,12 +555,13 @@ def main(argv: list[str] | None = None) -> None:
         runs.save_checkpoint(folder, own, run.done, keep=config.keep, **model)
 
     advice = f"go on with: python train.py --resume {folder}"
+    graded = task.held_to_its_promise(function, config.reward or function.__name__, folder)
     with (
-        runs.one_sentence("train.py", FloatingPointError),
+        runs.one_sentence("train.py", (FloatingPointError, task.RewardError)),
         runs.one_sentence("train.py", (OSError, SafetensorError, MemoryError), f". What is saved is whole; {advice}"),
         runs.stop_signals() as stopping,
     ):
-        train(config, inputs, weights, run, save, stopping)
+        train(config, inputs, weights, graded, run, save, stopping)
     if stopping:
         steps, name = next((step for step, _ in runs.checkpoints(folder)), 0), signal.Signals(stopping[0]).name
         print(f"\ntrain.py: stopped by {name} after step {steps}; {advice}", file=sys.stderr)
