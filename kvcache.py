@@ -38,14 +38,14 @@ class Held:
     """What some rows hold when they are cut. A policy reads it and returns a score per slot, (B, K, S).
 
     The parts: keys and values (B, K, S, D), after RoPE; positions (B, K, S) int32, increasing, EMPTY in unused slots.
-    For a policy that declares it also queries (B, H, W, D), the newest, in any order, and query_positions (B, W);
-    attention (B, K, S) fp32, that each key has received so far; seeds (B,) int64, to draw from.
-    Scores of the window and of unused slots are ignored. Nothing here may be written to.
+    For a policy that declares it also queries (B, H, W, D), the newest; attention (B, K, S) fp32, that each key has
+    received so far; seeds (B,) int64, to draw from. Nothing here may be written to.
     """
 
     parts: dict[str, Tensor]  # of the whole layer
     rows: Tensor | slice  # those that are cut
-    window: int  # W
+    seen: Tensor  # (B,) tokens so far of each of these rows
+    window: int  # the newest tokens survive whatever their score
     layer: int = 0
 
     def __getattr__(self, name: str) -> Tensor:
@@ -61,9 +61,14 @@ class Held:
 
     @property
     def older(self) -> Tensor:
-        """(B, K, S) bool: the keys a policy decides about, those outside the window of the W newest tokens."""
-        newest = self.positions.masked_fill(~self.used, -1).amax(-1, keepdim=True)
-        return self.positions <= newest - self.window
+        """(B, K, S) bool: the keys a policy decides about, those outside the window."""
+        return self.positions < (self.seen - self.window)[:, None, None]
+
+    @property
+    def query_positions(self) -> Tensor:
+        """(B, W): where the queries stand; the one at position p is kept at place p mod W."""
+        last, W = self.seen[:, None] - 1, self.queries.shape[2]
+        return last - (last - torch.arange(W, device=last.device)) % W
 
 
 def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
@@ -133,7 +138,7 @@ def h2o(held: Held) -> Tensor:
 
 
 def window_logits(held: Held) -> Tensor:
-    """q k / sqrt(D) of the window's queries over all held keys, (B, K, H/K, W, S), -inf for a later key."""
+    """q k / sqrt(D) of the W newest queries over all held keys, (B, K, H/K, W, S), -inf for a later key."""
     keys = held.keys
     queries = held.queries.unflatten(1, (keys.shape[1], -1))  # (B, K, H/K, W, D)
     logits = queries.flatten(2, 3) @ keys.mT / math.sqrt(keys.shape[-1])  # (B, K, H/K * W, S)
@@ -284,7 +289,8 @@ class LayerCache:
         new = {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}  # (B, K, ...)
         for name, part in new.items():
             self.parts[name][row, :, slot] = part
-        self._write_window(queries, positions)
+        if self.policy.queries:
+            self.parts["queries"][row, :, positions[:, 0] % self.window] = queries[:, :, 0]
 
         S = visible.shape[-1]
         k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
@@ -312,21 +318,14 @@ class LayerCache:
             prompt["attention"] = prompt_attention(queries, keys, pad)
         for name, part in prompt.items():
             self.parts[name][:B, :, :T] = part[:, :, : self.slots]
-        self._write_window(queries, positions)
         seen = (positions >= 0).sum(1)  # (B,)
+        if self.policy.queries:  # below 0 if the prompt is shorter than W: written again long before the row can be cut
+            row, W = torch.arange(B, device=seen.device)[:, None], self.window
+            newest = seen[:, None] - 1 - torch.arange(min(W, T), device=seen.device)  # (B, W)
+            self.parts["queries"][row, :, newest % W] = queries[row, :, newest.clamp(min=0)]
         self.length[:B] = seen.cpu()
         self._cut(self.parts | prompt, seen)
         return out
-
-    def _write_window(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the newest W of queries (B, H, T, D): the query at position p goes to place p mod W."""
-        if not self.policy.queries:
-            return
-        row, new = torch.arange(len(queries), device=queries.device)[:, None], min(self.window, queries.shape[2])
-        # (B, W); below 0 for a prompt shorter than W: such a place is written again long before the row can be cut
-        newest = positions.amax(1, keepdim=True) - torch.arange(new, device=queries.device)
-        self.parts["queries"][row, :, newest % self.window] = queries[row, :, (newest - positions[:, :1]).clamp(min=0)]
-        self.parts["query_positions"][row, newest % self.window] = newest.int()
 
     def _cut(self, source: dict[str, Tensor], seen: Tensor) -> None:
         """Leave `budget` keys of each full row of `source`, in order, in the first slots; empty the others.
@@ -338,12 +337,12 @@ class LayerCache:
         if self.policy.score is None or not len(full):
             return
         rows = slice(len(seen)) if len(full) == len(seen) else full.to(seen.device)  # a slice copies nothing
-        held = Held(source, rows, self.window, self.layer)
+        held = Held(source, rows, seen[rows], self.window, self.layer)
         survivors = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
         if self.evicted_at is not None:
             row, head, slot = held.used.scatter(2, survivors, False).nonzero(as_tuple=True)
             place = self.parts["ids"][rows][row], head, held.positions[row, head, slot].long()
-            self.evicted_at[place] = seen[rows][row].int()
+            self.evicted_at[place] = held.seen[row].int()
         row = torch.arange(len(self.length), device=seen.device)[rows][:, None, None]
         head = torch.arange(survivors.shape[1], device=seen.device)[:, None]
         for name in PER_SLOT:
@@ -409,7 +408,6 @@ class KVCache:
             parts["positions"] = torch.full((rows, kv_heads, slots), EMPTY, dtype=torch.int32)
             if policy.queries:
                 parts["queries"] = torch.zeros(rows, heads, window, head_dim, dtype=dtype)
-                parts["query_positions"] = torch.full((rows, window), -1, dtype=torch.int32)
             if policy.attention:
                 parts["attention"] = torch.zeros(rows, kv_heads, slots)
             if policy.seeds:

@@ -162,7 +162,7 @@ def window_without_causality(patch):
     class Timeless(kvcache.Held):
         @property
         def query_positions(self):
-            return torch.full_like(self.parts["query_positions"][self.rows], EMPTY - 1)
+            return torch.full((len(self.seen), self.queries.shape[2]), EMPTY - 1)
 
     replace_policy(patch, "snapkv", score=lambda held, kernel=7: kvcache.snapkv(Timeless(**vars(held)), kernel))
 

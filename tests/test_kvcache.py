@@ -259,7 +259,8 @@ def test_scoring_leaves_the_cache_untouched(run):
     for layer in range(run.layers):
         cache = run.cache[layer]
         before = {name: part.clone() for name, part in cache.parts.items()}
-        cache.policy.score(Held(cache.parts, slice(0, len(run.prompts)), run.window, layer))
+        seen = torch.tensor(run.steps[layer][-1].seen)
+        cache.policy.score(Held(cache.parts, slice(len(seen)), seen, run.window, layer))
         assert all(torch.equal(before[name], part) for name, part in cache.parts.items())
 
 
@@ -345,7 +346,7 @@ def keeps(compressor, keys, queries=None, *, budget, window=1, score=None) -> li
 def test_equal_scores_keep_the_newer():
     """Pytorch 127196: top-k settles ties differently by backend (on CPU it keeps the oldest)."""
     positions = torch.arange(12).expand(1, 1, 12).int()
-    held = Held({"positions": positions}, slice(0, 1), window=2)
+    held = Held({"positions": positions}, slice(1), seen=torch.tensor([12]), window=2)
     assert choose(torch.zeros(1, 1, 12), held, budget=5).tolist() == [[[7, 8, 9, 10, 11]]]
     for seed in range(20):
         scores = torch.randint(3, (1, 1, 12), generator=seeded(seed)).float()
@@ -357,7 +358,7 @@ def test_equal_scores_keep_the_newer():
 def test_no_score_evicts_the_window_or_keeps_an_unused_slot(value):
     """A policy of one's own may give anything: a score that is not a number is the lowest, infinities are scores."""
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, EMPTY, EMPTY], dtype=torch.int32)[None, None]
-    held = Held({"positions": positions}, slice(0, 1), window=2)
+    held = Held({"positions": positions}, slice(1), seen=torch.tensor([8]), window=2)
     scores = torch.arange(10.0, dtype=torch.float64)[None, None]
     scores[..., :4] = value
     expected = [2, 3, 6, 7] if value == math.inf else [4, 5, 6, 7]
@@ -367,7 +368,7 @@ def test_no_score_evicts_the_window_or_keeps_an_unused_slot(value):
 
 def test_scores_of_another_shape_are_refused():
     """A score per row, say, would be broadcast without a word: every head would keep the same keys."""
-    held = Held({"positions": torch.arange(6).int().expand(1, 2, 6)}, slice(0, 1), window=2)
+    held = Held({"positions": torch.arange(6).int().expand(1, 2, 6)}, slice(1), seen=torch.tensor([6]), window=2)
     for shape in ((1, 1, 6), (6,), (1, 2, 4), (2, 2, 6)):
         with pytest.raises(ValueError, match=r"shape \(B, K, S\) = \(1, 2, 6\), not"):
             choose(torch.zeros(shape), held, budget=4)
