@@ -137,13 +137,20 @@ def h2o(held: Held) -> Tensor:
     return held.attention
 
 
+def attention_logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """q k / sqrt(D) of queries (B, H, T, D) and keys (B, K, S, D), in at least fp32: (B, K, H/K, T, S).
+
+    Half precision is cast before the product: a logit of 30 rounded to bf16 would move its weight by up to 6 %.
+    """
+    grouped = queries.unflatten(1, (keys.shape[1], -1))  # (B, K, H/K, T, D): the heads of a KV head side by side
+    logits = wide(grouped.flatten(2, 3)) @ wide(keys).mT / math.sqrt(keys.shape[-1])  # (B, K, H/K * T, S)
+    return logits.unflatten(2, grouped.shape[2:4])
+
+
 def window_logits(held: Held) -> Tensor:
-    """q k / sqrt(D) of the W newest queries over all held keys, (B, K, H/K, W, S), -inf for a later key."""
-    keys = held.keys
-    queries = held.queries.unflatten(1, (keys.shape[1], -1))  # (B, K, H/K, W, D)
-    logits = queries.flatten(2, 3) @ keys.mT / math.sqrt(keys.shape[-1])  # (B, K, H/K * W, S)
-    later = held.positions[:, :, None, :] > held.query_positions[:, None, :, None]  # (B, K, W, S)
-    return wide(logits).unflatten(2, queries.shape[2:4]).masked_fill(later[:, :, None], -math.inf)
+    """`attention_logits` of the W newest queries over all held keys, (B, K, H/K, W, S), -inf for a later key."""
+    later = held.positions[:, :, None] > held.query_positions[:, None, :, None]  # (B, K, W, S)
+    return attention_logits(held.queries, held.keys).masked_fill(later[:, :, None], -math.inf)
 
 
 def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
@@ -294,13 +301,13 @@ class LayerCache:
 
         S = visible.shape[-1]
         k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
-        q = queries[:, :, 0].unflatten(1, (K, -1))  # (B, K, H/K, D): the heads of a KV head side by side
         if self.policy.attention:
-            logits = wide(q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf)
-            weights = logits.softmax(-1)  # (B, K, H/K, S)
+            logits = attention_logits(queries, k).squeeze(3)  # (B, K, H/K, S)
+            weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
             self.parts["attention"][:B, :, :S] += weights.mean(dim=2)
-            out = weights.to(v.dtype) @ v
+            out = (weights @ wide(v)).to(v.dtype)  # (B, K, H/K, D)
         else:
+            q = queries[:, :, 0].unflatten(1, (K, -1))  # (B, K, H/K, D)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         self._cut(self.parts, positions[:, 0] + 1)
         return out.flatten(1, 2)[:, :, None]  # (B, H, 1, D)
@@ -358,15 +365,12 @@ def prompt_attention(queries: Tensor, keys: Tensor, pad: Tensor, chunk: int = 25
 
     queries (B, H, T, D), keys (B, K, T, D), pad (B, 1, T). In chunks of queries, so that T x T weights never exist.
     """
-    (B, K, T, D), device = keys.shape, keys.device
-    received = torch.zeros(B, K, T, device=device)
-    place = torch.arange(T, device=device)
-    for first in range(0, T, chunk):
-        q = queries[:, :, first : first + chunk].unflatten(1, (K, -1))  # (B, K, H/K, chunk, D)
-        logits = wide(q @ keys[:, :, None].mT / math.sqrt(D))  # (B, K, H/K, chunk, T)
-        later = place > place[first : first + chunk, None]
-        weights = logits.masked_fill(later, -math.inf).softmax(-1).mean(dim=2)  # (B, K, chunk, T)
-        received += weights.masked_fill(pad[:, :, first : first + chunk, None], 0).sum(dim=2)
+    place = torch.arange(keys.shape[2], device=keys.device)
+    received = torch.zeros(keys.shape[:3], device=keys.device)
+    for some in place.split(chunk):
+        logits = attention_logits(queries[:, :, some], keys)  # (B, K, H/K, chunk, T)
+        weights = logits.masked_fill(place > some[:, None], -math.inf).softmax(-1).mean(dim=2)  # (B, K, chunk, T)
+        received += weights.masked_fill(pad[:, :, some, None], 0).sum(dim=2)
     return received
 
 

@@ -117,6 +117,27 @@ def last_query_only(patch):
     patch.setattr(kvcache, "prompt_attention", received)
 
 
+def logits_rounded(patch):
+    """bf16 products reach the softmax rounded to 8 bits."""
+
+    def rounded(queries, keys):
+        grouped = queries.unflatten(1, (keys.shape[1], -1))
+        return (grouped @ keys[:, :, None].mT / keys.shape[3] ** 0.5).float()
+
+    patch.setattr(kvcache, "attention_logits", rounded)
+
+
+def weights_rounded(patch):
+    """Attention weights are rounded to 8 bits before they meet the values."""
+    softmax = torch.Tensor.softmax
+
+    def rounded(x, dim):
+        weights = softmax(x, dim)
+        return weights if x.dtype == torch.float64 else weights.bfloat16().float()
+
+    patch.setattr(torch.Tensor, "softmax", rounded)
+
+
 def state_stays_behind(patch):
     """What a policy has summed up per key is not moved with the key."""
     patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "positions"))

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import slow_policies as slow
 import torch
+import torch.nn.functional as F
 from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_model
 from torch import Tensor
 
@@ -382,6 +383,33 @@ def test_streaming_keeps_four_sinks_and_the_newest():
 def test_h2o_accumulates_over_all_queries():
     """H2O 2306.14048: sums 1.74 and 1.17; the last query alone, as in the public code, gives 0.24 and 0.67."""
     assert keeps("h2o", [[1.0], [2.0], [0.0]], [[0.0], [0.0], [1.0]], budget=2) == [0, 2]
+
+
+def test_h2o_in_half_precision_rounds_its_output_only():
+    """Logits, weights and their product with the values stay in fp32, whatever type keys and values have.
+
+    Against float64 on the same bf16 inputs, with logits of standard deviation 10.
+    """
+    B, H, K, T, D = 2, 4, 2, 200, 64
+    q, k, v = (torch.randn(B, n, T, D, generator=seeded(i)) for i, n in enumerate((H, K, K)))
+    q, k, v = (10 * q).bfloat16(), k.bfloat16(), v.bfloat16()
+    cache = KVCache(
+        rows=B, layers=1, heads=H, kv_heads=K, head_dim=D, max_length=0, compressor="h2o", budget=300, buffer=1,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    received = torch.zeros(B, K, T, dtype=torch.float64)
+    for p in range(T):
+        ours = cache[0].attend(q[:, :, p, None], k[:, :, p, None], v[:, :, p, None], torch.full((B, 1), p))
+        seen = (q[:, :, p, None], k[:, :, : p + 1], v[:, :, : p + 1])
+        theirs = F.scaled_dot_product_attention(*seen, enable_gqa=True)
+        exact = F.scaled_dot_product_attention(*(x.double() for x in seen), enable_gqa=True)
+        logits = seen[0].double() @ seen[1].double().repeat_interleave(H // K, 1).mT / D**0.5  # (B, H, 1, p + 1)
+        received[:, :, : p + 1] += logits.softmax(-1).unflatten(1, (K, -1)).mean(2)[:, :, 0]
+        assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()  # the last rounding
+        assert (ours.double() - exact).abs().max() <= 2 * (theirs.double() - exact).abs().max() + 1e-4
+    assert (cache[0].parts["attention"][:, :, :T].double() - received).abs().max() < 1e-3
+    whole = prompt_attention(q, k, torch.zeros(B, 1, T, dtype=torch.bool))
+    assert (whole.double() - received).abs().max() < 1e-3
 
 
 def test_h2o_sums_of_a_prompt_do_not_depend_on_the_chunk():
