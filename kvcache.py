@@ -45,7 +45,7 @@ class Held:
     parts: dict[str, Tensor]  # of the whole layer
     rows: Tensor | slice  # those that are cut
     seen: Tensor  # (B,) tokens so far of each of these rows
-    window: int  # the newest tokens survive whatever their score
+    recent: int  # this many of the newest tokens survive whatever their score: W, or more if the policy says so
     layer: int = 0
 
     def __getattr__(self, name: str) -> Tensor:
@@ -61,8 +61,8 @@ class Held:
 
     @property
     def older(self) -> Tensor:
-        """(B, K, S) bool: the keys a policy decides about, those outside the window."""
-        return self.positions < (self.seen - self.window)[:, None, None]
+        """(B, K, S) bool: the keys a policy decides about, those that are not recent."""
+        return self.positions < (self.seen - self.recent)[:, None, None]
 
     @property
     def query_positions(self) -> Tensor:
@@ -74,7 +74,7 @@ class Held:
 def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     """The slots that survive, (B, K, budget), in increasing order.
 
-    The window always survives, unused slots never do, and a score that is not a number is the lowest. Equal scores
+    Recent keys always survive, unused slots never do, and a score that is not a number is the lowest. Equal scores
     keep the newer key: max-pooling makes plateaus, so ties are common, and which of them a sort or top-k puts first
     depends on the backend; only a value is taken from it. Raises ValueError unless there is a score for each slot.
     """
@@ -82,7 +82,7 @@ def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     if scores.shape != used.shape:
         raise ValueError(f"a policy scores each slot: shape (B, K, S) = {(*used.shape,)}, not {(*scores.shape,)}")
     scores = wide(scores)
-    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities too: between the window and the unused
+    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities too: between recent and unused
     ranked = finite.masked_fill(used & ~older, math.inf).masked_fill(~used, -math.inf)
     threshold = ranked.topk(budget).values[..., -1:]  # the lowest score that survives
     above, equal = ranked > threshold, ranked == threshold
@@ -131,8 +131,9 @@ def uniform_hash(seeds: Tensor, layer: int, positions: Tensor) -> Tensor:
 def h2o(held: Held) -> Tensor:
     """H2O (2306.14048), heavy hitters: attention received from all queries since the key was cached.
 
-    Summed over queries, averaged over the query heads of a KV head. The paper accumulates; Sparse-RL's released code,
-    and the H2O in the R-KV repository, look at the last query only.
+    Summed over queries, averaged over the query heads of a KV head (ours: the paper's models have one each). Half of
+    the budget goes to the most recent tokens, as in the paper's code (heavy_ratio = recent_ratio); there each step
+    evicts one key, here a cut evicts `buffer` of them.
     """
     return held.attention
 
@@ -218,6 +219,7 @@ class Compressor:
     queries: bool = False  # needs the W newest queries
     attention: bool = False  # needs the attention that each key has received so far
     seeds: bool = False  # needs a number per row to draw from
+    recent_share: float = 0.0  # of the budget, goes to the newest tokens; they are W at the least
     sinks: int = 0  # slots it promises to the first positions, beyond the window
     layer_budgets: Callable[[int, int, int], list[int]] = lambda budget, layers, window: [budget] * layers  # same sum
 
@@ -226,7 +228,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "full": Compressor(None),
     "streaming": Compressor(streaming, sinks=4),
     "random": Compressor(random, seeds=True),
-    "h2o": Compressor(h2o, attention=True),
+    "h2o": Compressor(h2o, attention=True, recent_share=0.5),
     "snapkv": Compressor(snapkv, queries=True),
     "rkv": Compressor(rkv, queries=True),
     "pyramidkv": Compressor(snapkv, queries=True, layer_budgets=pyramid_budgets),
@@ -271,7 +273,7 @@ class LayerCache:
     layer: int
     budget: int
     slots: int  # a row that holds this many keys is cut to `budget`
-    window: int
+    recent: int  # of these, so many of the newest tokens
     parts: dict[str, Tensor]  # keys, values, ... (see Held), each with the rows first
     length: Tensor  # (B,) keys held per row. On the CPU: the host decides when to cut without waiting for the device
     plan: Callable[..., tuple[Tensor, Tensor, Tensor]]  # plan_step, which remembers its answer for the next layer
@@ -297,7 +299,8 @@ class LayerCache:
         for name, part in new.items():
             self.parts[name][row, :, slot] = part
         if self.policy.queries:
-            self.parts["queries"][row, :, positions[:, 0] % self.window] = queries[:, :, 0]
+            W = self.parts["queries"].shape[2]
+            self.parts["queries"][row, :, positions[:, 0] % W] = queries[:, :, 0]
 
         S = visible.shape[-1]
         k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
@@ -327,7 +330,7 @@ class LayerCache:
             self.parts[name][:B, :, :T] = part[:, :, : self.slots]
         seen = (positions >= 0).sum(1)  # (B,)
         if self.policy.queries:  # below 0 if the prompt is shorter than W: written again long before the row can be cut
-            row, W = torch.arange(B, device=seen.device)[:, None], self.window
+            row, W = torch.arange(B, device=seen.device)[:, None], self.parts["queries"].shape[2]
             newest = seen[:, None] - 1 - torch.arange(min(W, T), device=seen.device)  # (B, W)
             self.parts["queries"][row, :, newest % W] = queries[row, :, newest.clamp(min=0)]
         self.length[:B] = seen.cpu()
@@ -344,7 +347,7 @@ class LayerCache:
         if self.policy.score is None or not len(full):
             return
         rows = slice(len(seen)) if len(full) == len(seen) else full.to(seen.device)  # a slice copies nothing
-        held = Held(source, rows, seen[rows], self.window, self.layer)
+        held = Held(source, rows, seen[rows], self.recent, self.layer)
         survivors = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
         if self.evicted_at is not None:
             row, head, slot = held.used.scatter(2, survivors, False).nonzero(as_tuple=True)
@@ -423,9 +426,10 @@ class KVCache:
         self.layers = []
         for layer, layer_budget in enumerate(budgets):
             slots, length = layer_budget + buffer if policy.score else max_length, torch.zeros(rows, dtype=torch.long)
+            recent = max(window, int(policy.recent_share * layer_budget))
             with torch.device(device):
                 parts = allocate(slots)
-            self.layers.append(LayerCache(policy, layer, layer_budget, slots, window, parts, length, plan))
+            self.layers.append(LayerCache(policy, layer, layer_budget, slots, recent, parts, length, plan))
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]

@@ -108,13 +108,18 @@ def similarity_slip(patch):
 
 
 def last_query_only(patch):
-    """The public H2O: no sums."""
+    """H2O without its sums: what the last query pays."""
 
     def received(queries, keys, pad):
         logits = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT / keys.shape[3] ** 0.5
         return logits.softmax(-1).mean(2)[:, :, 0]
 
     patch.setattr(kvcache, "prompt_attention", received)
+
+
+def heavy_hitters_only(patch):
+    """H2O without its recent half: only the window is safe."""
+    replace_policy(patch, "h2o", recent_share=0.0)
 
 
 def logits_rounded(patch):

@@ -37,6 +37,8 @@ CAUGHT = [
     (faulty.first_row_decides, partial(rollout.test_a_row_does_not_depend_on_its_batch_mates, "rkv")),
     (faulty.similarity_slip, cache.test_rkv_lets_nothing_off_for_a_key_without_a_similar_one),
     (faulty.last_query_only, cache.test_h2o_accumulates_over_all_queries),
+    (faulty.heavy_hitters_only, cache.test_h2o_gives_half_of_its_budget_to_the_newest),
+    (faulty.heavy_hitters_only, of_run(cache.test_right_keys_survive_every_cut, "h2o")),
     (faulty.logits_rounded, cache.test_h2o_in_half_precision_rounds_its_output_only),
     (faulty.weights_rounded, cache.test_h2o_in_half_precision_rounds_its_output_only),
     (faulty.state_stays_behind, of_run(cache.test_right_keys_survive_every_cut, "h2o")),

@@ -210,8 +210,10 @@ def test_right_keys_survive_every_cut(run):
         for t in range(len(run.steps[layer])):
             held, kept = run.before(layer, t, b, k), run.kept(layer, t, b, k)
             if held != kept:
-                scores = slow.POLICIES[run.compressor](past, held, run.window, **options)
-                slow.assert_same_choice(kept, scores, held, run.window, run.budgets()[layer])
+                budget = run.budgets()[layer]
+                recent = slow.recent(run.compressor, run.window, budget)
+                scores = slow.POLICIES[run.compressor](past, held, recent, **options)
+                slow.assert_same_choice(kept, scores, held, recent, budget)
                 cuts += 1
     assert cuts > 3
 
@@ -316,8 +318,9 @@ def test_right_keys_survive_every_cut_of_a_rollout(sampler, compressor):
         past = slow.Past(queries[k * G : (k + 1) * G], keys[k], sees, numbers)
         for seen in cut_times(gone):
             held, kept = [j for j in range(seen) if gone[j] >= seen], held_after(gone, seen)
-            scores = slow.POLICIES[compressor](past, held, settings["window"])
-            slow.assert_same_choice(kept, scores, held, settings["window"], budgets[layer])
+            recent = slow.recent(compressor, settings["window"], budgets[layer])
+            scores = slow.POLICIES[compressor](past, held, recent)
+            slow.assert_same_choice(kept, scores, held, recent, budgets[layer])
             cuts += 1
     assert cuts >= 3 * c.layers * c.kv_heads
 
@@ -347,7 +350,7 @@ def keeps(compressor, keys, queries=None, *, budget, window=1, score=None) -> li
 def test_equal_scores_keep_the_newer():
     """Pytorch 127196: top-k settles ties differently by backend (on CPU it keeps the oldest)."""
     positions = torch.arange(12).expand(1, 1, 12).int()
-    held = Held({"positions": positions}, slice(1), seen=torch.tensor([12]), window=2)
+    held = Held({"positions": positions}, slice(1), seen=torch.tensor([12]), recent=2)
     assert choose(torch.zeros(1, 1, 12), held, budget=5).tolist() == [[[7, 8, 9, 10, 11]]]
     for seed in range(20):
         scores = torch.randint(3, (1, 1, 12), generator=seeded(seed)).float()
@@ -359,7 +362,7 @@ def test_equal_scores_keep_the_newer():
 def test_no_score_evicts_the_window_or_keeps_an_unused_slot(value):
     """A policy of one's own may give anything: a score that is not a number is the lowest, infinities are scores."""
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, EMPTY, EMPTY], dtype=torch.int32)[None, None]
-    held = Held({"positions": positions}, slice(1), seen=torch.tensor([8]), window=2)
+    held = Held({"positions": positions}, slice(1), seen=torch.tensor([8]), recent=2)
     scores = torch.arange(10.0, dtype=torch.float64)[None, None]
     scores[..., :4] = value
     expected = [2, 3, 6, 7] if value == math.inf else [4, 5, 6, 7]
@@ -369,7 +372,7 @@ def test_no_score_evicts_the_window_or_keeps_an_unused_slot(value):
 
 def test_scores_of_another_shape_are_refused():
     """A score per row, say, would be broadcast without a word: every head would keep the same keys."""
-    held = Held({"positions": torch.arange(6).int().expand(1, 2, 6)}, slice(1), seen=torch.tensor([6]), window=2)
+    held = Held({"positions": torch.arange(6).int().expand(1, 2, 6)}, slice(1), seen=torch.tensor([6]), recent=2)
     for shape in ((1, 1, 6), (6,), (1, 2, 4), (2, 2, 6)):
         with pytest.raises(ValueError, match=r"shape \(B, K, S\) = \(1, 2, 6\), not"):
             choose(torch.zeros(shape), held, budget=4)
@@ -381,8 +384,16 @@ def test_streaming_keeps_four_sinks_and_the_newest():
 
 
 def test_h2o_accumulates_over_all_queries():
-    """H2O 2306.14048: sums 1.74 and 1.17; the last query alone, as in the public code, gives 0.24 and 0.67."""
+    """H2O 2306.14048: sums 1.74 and 1.17; the last query alone gives 0.24 and 0.67."""
     assert keeps("h2o", [[1.0], [2.0], [0.0]], [[0.0], [0.0], [1.0]], budget=2) == [0, 2]
+
+
+def test_h2o_gives_half_of_its_budget_to_the_newest():
+    """H2O 2306.14048, heavy_ratio = recent_ratio: keys 0 to 4 are the heavy hitters, and still 6 to 9 survive."""
+    keys = [[9.0 - p] for p in range(5)] + [[0.0]] * 5
+    assert keeps("h2o", keys, [[1.0]] * 10, budget=8) == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert keeps("h2o", keys, [[1.0]] * 10, budget=7) == [0, 1, 2, 3, 7, 8, 9]  # of an odd budget the smaller half
+    assert keeps("h2o", keys, [[1.0]] * 10, budget=7, window=6) == [0, 4, 5, 6, 7, 8, 9]  # the window at the least
 
 
 def test_h2o_in_half_precision_rounds_its_output_only():
