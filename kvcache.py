@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -159,30 +159,37 @@ def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
     return F.max_pool1d(scores.masked_fill(~held.older, -math.inf), kernel, stride=1, padding=kernel // 2)
 
 
-def snapkv(held: Held, kernel: int = 7) -> Tensor:
+def snapkv_mean(held: Held, kernel: int = 7) -> Tensor:
     """SnapKV (2404.14469): attention that the W newest queries pay, smoothed over neighbouring keys.
 
-    softmax(q k / sqrt(D)) per query head over all held keys; mean over the W queries and over the query heads of a
-    KV head; max-pooled over `kernel` older slots. The paper has W = 32 or 64 and compresses the prompt once; the
-    released runs of Sparse-RL have W = 8 and compress while decoding as well, as here.
+    softmax(q k / sqrt(D)) per query head over all held keys, mean over the W queries, max-pooled over `kernel` older
+    slots. The mean over the query heads of a KV head is ours: the public code caches a key per query head. The paper
+    has W = 32 or 64 and compresses the prompt alone; here W is 8, and decoding compresses as well.
     """
     attention = window_logits(held).softmax(-1)  # (B, K, H/K, W, S)
     return pool_older(attention.mean(dim=(2, 3)), held, kernel)
 
 
+def snapkv_max(held: Held, kernel: int = 7) -> Tensor:
+    """SnapKV's scores in the code released with Sparse-RL, which are R-KV's importance.
+
+    The logits are max-pooled over the query heads of a KV head, and their softmax runs over the older keys only; then
+    the mean over the W = 8 queries, max-pooled over `kernel` older slots.
+    """
+    logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
+    attention = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1)
+    return pool_older(attention.mean(dim=2), held, kernel)
+
+
 def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7, chunk: int = 16) -> Tensor:
     """R-KV (2505.24133): `weight` * importance - (1 - `weight`) * redundancy.
 
-    Importance is SnapKV's with two changes: the logits are max-pooled over the query heads of a KV head before the
-    softmax, and the softmax runs over the older keys only. Redundancy is the mean cosine between a key and every
-    held key, after the newest similar key of each (cosine > `threshold`) was let off, as a softmax over held keys.
-    The threshold does not remove small cosines from the mean. Where a key has no similar one, the public code lets
-    off slot 0 instead, which is a slip; here nothing is let off. Cosines are taken for `chunk` keys at a time, so
-    that S x S of them never exist.
+    Importance is `snapkv_max`. Redundancy is the mean cosine between a key and every held key, after the newest
+    similar key of each (cosine > `threshold`) was let off, as a softmax over held keys. The threshold does not remove
+    small cosines from the mean. Where a key has no similar one, the public code lets off slot 0 instead, which is a
+    slip; here nothing is let off. Cosines are taken for `chunk` keys at a time, so that S x S of them never exist.
     """
-    logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
-    importance = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1).mean(dim=2)  # (B, K, S)
-
+    importance = snapkv_max(held, kernel)
     used, keys = held.used, wide(held.keys)  # (B, K, S), (B, K, S, D)
     inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
     slot = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
@@ -195,7 +202,7 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
         total += cosine.masked_fill(slot == newest_similar, 0).sum(dim=2)
     mean = total / used.sum(-1, keepdim=True)
     redundancy = mean.masked_fill(~used, -math.inf).softmax(-1)
-    return weight * pool_older(importance, held, kernel) - (1 - weight) * redundancy
+    return weight * importance - (1 - weight) * redundancy
 
 
 def pyramid_budgets(budget: int, layers: int, window: int, beta: float = 20.0) -> list[int]:
@@ -224,14 +231,16 @@ class Compressor:
     layer_budgets: Callable[[int, int, int], list[int]] = lambda budget, layers, window: [budget] * layers  # same sum
 
 
+SNAPKV = Compressor(snapkv_mean, queries=True)
 COMPRESSORS: dict[str, Compressor] = {
     "full": Compressor(None),
     "streaming": Compressor(streaming, sinks=4),
     "random": Compressor(random, seeds=True),
     "h2o": Compressor(h2o, attention=True, recent_share=0.5),
-    "snapkv": Compressor(snapkv, queries=True),
+    "snapkv": SNAPKV,
+    "snapkv-max": Compressor(snapkv_max, queries=True),
     "rkv": Compressor(rkv, queries=True),
-    "pyramidkv": Compressor(snapkv, queries=True, layer_budgets=pyramid_budgets),
+    "pyramidkv": replace(SNAPKV, layer_budgets=pyramid_budgets),
 }
 
 

@@ -190,7 +190,34 @@ def window_without_causality(patch):
         def query_positions(self):
             return torch.full((len(self.seen), self.queries.shape[2]), EMPTY - 1)
 
-    replace_policy(patch, "snapkv", score=lambda held, kernel=7: kvcache.snapkv(Timeless(**vars(held)), kernel))
+    for name, policy in COMPRESSORS.items():
+        if policy.score is kvcache.snapkv_mean:
+            score = lambda held, kernel=7: kvcache.snapkv_mean(Timeless(**vars(held)), kernel)  # noqa: E731
+            replace_policy(patch, name, score=score)
+
+
+def query_heads_pooled_the_other_way(patch):
+    """The mean of the attention for the maximum of the logits, and the other way about."""
+    mean, largest = kvcache.snapkv_mean, kvcache.snapkv_max
+    patch.setattr(test_kvcache, "snapkv_mean", largest)
+    patch.setattr(test_kvcache, "snapkv_max", mean)
+    for name, policy in COMPRESSORS.items():
+        if policy.score in (mean, largest):
+            replace_policy(patch, name, score=largest if policy.score is mean else mean)
+
+
+def importance_among_all_held(patch):
+    """R-KV's importance, and the released snapkv, with a softmax over the window's keys as well."""
+
+    def spread(held, kernel=7):
+        attention = kvcache.window_logits(held).amax(dim=2).softmax(-1)
+        return kvcache.pool_older(attention.mean(dim=2), held, kernel)
+
+    for name, policy in COMPRESSORS.items():
+        if policy.score is kvcache.snapkv_max:
+            replace_policy(patch, name, score=spread)
+    patch.setattr(kvcache, "snapkv_max", spread)
+    patch.setattr(test_kvcache, "snapkv_max", spread)
 
 
 def pooling_over_the_window(patch):

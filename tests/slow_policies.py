@@ -65,7 +65,7 @@ def h2o(past: Past, held: list[int], recent: int) -> Scores:
     return {j: sum(past.paid[p].get(j, 0.0) for p in range(seen)) for j in held[:-recent]}
 
 
-def snapkv(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
+def snapkv_mean(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
     attention = dict.fromkeys(held[:-window], 0.0)
     G = len(past.queries)
     for p in held[-window:]:
@@ -76,15 +76,18 @@ def snapkv(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
     return max_pool(attention, kernel)
 
 
-def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float = 0.1, similar: float = 0.5) -> Scores:
-    older, n = held[:-window], len(held)
+def snapkv_max(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
+    older = held[:-window]
     importance = dict.fromkeys(older, 0.0)
     for p in held[-window:]:
         heads = [past.logits(g, p, older) for g in range(len(past.queries))]
         for j, share in softmax({j: max(logits[j] for logits in heads) for j in older}).items():
             importance[j] += share / window
-    importance = max_pool(importance, kernel)
+    return max_pool(importance, kernel)
 
+
+def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float = 0.1, similar: float = 0.5) -> Scores:
+    importance, n = snapkv_max(past, held, window, kernel), len(held)
     unit = past.keys[held] / past.keys[held].norm(dim=-1, keepdim=True)
     cosine = (unit @ unit.T).tolist()
     for i in range(n):
@@ -93,10 +96,18 @@ def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float
         if alike:
             cosine[i][alike[-1]] = 0.0
     redundancy = softmax({held[j]: sum(cosine[i][j] for i in range(n)) / n for j in range(n)})
-    return {j: weight * importance[j] - (1 - weight) * redundancy[j] for j in older}
+    return {j: weight * importance[j] - (1 - weight) * redundancy[j] for j in importance}
 
 
-POLICIES = {"streaming": streaming, "random": random, "h2o": h2o, "snapkv": snapkv, "rkv": rkv, "pyramidkv": snapkv}
+POLICIES = {
+    "streaming": streaming,
+    "random": random,
+    "h2o": h2o,
+    "snapkv": snapkv_mean,
+    "snapkv-max": snapkv_max,
+    "rkv": rkv,
+    "pyramidkv": snapkv_mean,
+}
 
 
 def recent(policy: str, window: int, budget: int) -> int:

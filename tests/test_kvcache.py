@@ -30,7 +30,8 @@ from kvcache import (
     h2o,
     prompt_attention,
     pyramid_budgets,
-    snapkv,
+    snapkv_max,
+    snapkv_mean,
     streaming,
     uniform_hash,
 )
@@ -138,7 +139,7 @@ class Run:
         self.seeds = torch.randint(1 << 24, (B,), generator=noise)
 
         policy = COMPRESSORS[compressor]
-        if compressor in ("snapkv", "rkv", "pyramidkv"):
+        if policy.queries:
             policy = replace(policy, score=partial(policy.score, kernel=self.kernel))
         with mock.patch.dict(COMPRESSORS, {compressor: policy}):
             self.cache = KVCache(
@@ -203,7 +204,7 @@ def run(request) -> Run:
 
 def test_right_keys_survive_every_cut(run):
     """The kept sets are those of the slow formulas, for random shapes, windows and kernels."""
-    options = {"kernel": run.kernel} if run.compressor in ("snapkv", "rkv", "pyramidkv") else {}
+    options = {"kernel": run.kernel} if COMPRESSORS[run.compressor].queries else {}
     cuts = 0
     for layer, b, k in itertools.product(range(run.layers), *map(range, run.keys.shape[1:3])):
         past = run.past(layer, b, k)
@@ -446,7 +447,22 @@ def test_rkv_counts_similarities_below_the_threshold():
 def test_snapkv_pools_over_older_neighbours_only():
     """SnapKV 2404.14469: key 3 is attended most and lifts its 3 neighbours; the window's own key 8 lifts none."""
     keys = [[0.0], [0.0], [0.0], [5.0], [0.0], [0.0], [0.0], [0.0], [9.0]]
-    assert keeps("snapkv", keys, [[1.0]] * 9, budget=5) == [3, 4, 5, 6, 8]
+    for name in ("snapkv", "snapkv-max"):
+        assert keeps(name, keys, [[1.0]] * 9, budget=5) == [3, 4, 5, 6, 8]
+
+
+def test_the_two_ways_to_pool_the_query_heads_of_a_kv_head():
+    """Two query heads, whose logits for three older keys and the window's own are these, by hand."""
+    first, second = torch.tensor([4.0, 1, 1, 2]).log(), torch.tensor([1.0, 3, 1, 3]).log()
+    parts = {
+        "keys": torch.stack([first, second], dim=1)[None, None] * 2**0.5,  # (1, 1, 4, 2)
+        "queries": torch.eye(2)[None, :, None],  # (1, 2, 1, 2)
+        "positions": torch.arange(4).int()[None, None],
+    }
+    held = Held(parts, slice(1), seen=torch.tensor([4]), recent=1)
+    mean, largest = (score(held, kernel=1)[0, 0, :3] for score in (snapkv_mean, snapkv_max))
+    assert torch.allclose(mean, torch.tensor([4 + 1, 1 + 3, 1 + 1]) / 16)  # of 4, 1, 1 and of 1, 3, 1, all of 8
+    assert torch.allclose(largest, torch.tensor([4, 3, 1]) / 8)  # of the largest logits, the window's own left out
 
 
 def test_random_draws_once_per_key():
@@ -549,7 +565,7 @@ def test_layers_of_equal_length_share_one_plan_per_step():
 
 
 @pytest.mark.parametrize("rows", [4, 3])
-@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "rkv"])
+@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "snapkv-max", "rkv"])
 def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
     """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines never exist whole.)"""
     B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16
@@ -594,7 +610,7 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentenc
             "2 numbers of at least 9, with the sum 24, not .12",
         ),
         ({"layer_budgets": lambda budget, layers, window: [budget + 1] * 2}, "with the sum 24, not .13, 13"),
-        ({"score": snapkv}, "nothing is kept as queries for this policy: say queries=True"),
+        ({"score": snapkv_mean}, "nothing is kept as queries for this policy: say queries=True"),
         ({"score": h2o}, "nothing is kept as attention for this policy: say attention=True"),
         ({"score": lambda held: held.keysteps}, "nothing is kept as keysteps for this policy"),
     ],
