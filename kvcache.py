@@ -206,16 +206,17 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
 
 
 def pyramid_budgets(budget: int, layers: int, window: int, beta: float = 20.0) -> list[int]:
-    """PyramidKV (2406.02069): budgets fall linearly from the first layer to the last, with the same sum.
+    """PyramidKV (2406.02069): budgets fall linearly from the first layer to the last.
 
-    The last layer gets budget / beta, but at least window + 1. The public code scales a capacity that it overwrites
-    at every call; here the budgets are computed once.
+    As in its public code, the last layer has (budget - window) // `beta` keys and the window, and the first is as far
+    above the budget as the last is below. Ours: at least one key beyond the window; steps that need not be whole
+    numbers; the sum layers * budget exactly, by one key more for the first layers; whatever the prompt's length.
     """
-    spread = budget - max(budget / beta, window + 1)  # of the first and the last layer around the mean
-    ideal = [budget + spread * (layers - 1 - 2 * layer) / max(1, layers - 1) for layer in range(layers)]
-    whole = [math.floor(share) for share in ideal]
-    missing = layers * budget - sum(whole)  # to the same sum: a key more for the first layers
-    return [share + (layer < missing) for layer, share in enumerate(whole)]
+    beyond = budget - window
+    spread = beyond - max(1, int(beyond / beta))
+    shares = [beyond + spread * (layers - 1 - 2 * layer) // max(1, layers - 1) for layer in range(layers)]
+    missing = layers * beyond - sum(shares)
+    return [window + share + (layer < missing) for layer, share in enumerate(shares)]
 
 
 @dataclass(frozen=True)

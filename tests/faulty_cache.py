@@ -314,6 +314,16 @@ def capacity_overwritten(patch):
     replace_policy(patch, "pyramidkv", layer_budgets=budgets)
 
 
+def pyramid_of_the_whole_budget(patch):
+    """The last layer gets a twentieth of the budget, the window included."""
+
+    def budgets(budget, layers, window):
+        spread = budget - max(budget // 20, window + 1)
+        return [budget + round(spread * (1 - 2 * layer / (layers - 1))) for layer in range(layers)]
+
+    patch.setattr(test_kvcache, "pyramid_budgets", budgets)
+
+
 # -------------------------------------------------------------------------------------------------------- the sampler
 
 

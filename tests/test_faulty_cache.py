@@ -62,6 +62,10 @@ CAUGHT = [
     (faulty.lose_the_state_of_dropped_rows, partial(rollout.test_a_row_does_not_depend_on_its_batch_mates, "random")),
     (faulty.only_the_first_is_compressed, partial(rollout.test_earlier_rollouts_leave_no_trace, "snapkv")),
     (faulty.capacity_overwritten, cache.test_a_cache_does_not_change_the_settings_of_the_next),
+    (
+        faulty.pyramid_of_the_whole_budget,
+        partial(cache.test_pyramid_divides_what_lies_beyond_the_window, 512, [992, 671, 352, 33]),
+    ),
     (faulty.log_prob_at_temperature_one, rollout.test_log_prob_is_taken_at_the_sampling_temperature),
     (faulty.log_prob_of_the_nucleus, rollout.test_top_p_keeps_the_nucleus_and_reports_the_full_softmax),
     (faulty.search_left, partial(rollout.test_a_token_of_probability_zero_is_never_drawn, 1.0)),

@@ -494,12 +494,18 @@ def test_random_draws_are_uniform_and_apart_for_rows_layers_heads_and_positions(
 def test_pyramid_budgets_fall_linearly_with_the_same_sum(budget, layers, window):
     """PyramidKV 2406.02069, at the same memory as the others; no layer below its window and one more key."""
     budgets = pyramid_budgets(budget, layers, window)
-    last = max(budget / 20, window + 1) if layers > 1 else budget
+    last = window + max((budget - window) // 20, 1) if layers > 1 else budget
     ideal = torch.linspace(2 * budget - last, last, layers, dtype=torch.float64)
     assert sum(budgets) == layers * budget
     assert (torch.tensor(budgets) - ideal).abs().max() <= 1
     assert budgets == sorted(budgets, reverse=True)
-    assert min(budgets) > window
+    assert budgets[-1] == last > window
+
+
+@pytest.mark.parametrize(("budget", "budgets"), [(72, [134, 92, 51, 11]), (512, [992, 671, 352, 33])])
+def test_pyramid_divides_what_lies_beyond_the_window(budget, budgets):
+    """The public code divides budget - window by beta, 64 / 20 = 3 and 504 / 20 = 25, and adds the window of 8."""
+    assert pyramid_budgets(budget, layers=4, window=8) == budgets
 
 
 def test_a_cache_does_not_change_the_settings_of_the_next():
@@ -628,7 +634,7 @@ def test_a_policy_declared_wrongly_is_refused_with_a_sentence(policy, sentence, 
 def test_default_settings_work_together(compressor):
     """R-KV 7: budget 512, buffer 128, window 8 are accepted for every compressor."""
     cache = cache_for(tiny_model().config, 1, 700, compressor=compressor)
-    assert cache[0].slots == {"full": 700, "pyramidkv": 999 + 128}.get(compressor, 640)
+    assert cache[0].slots == {"full": 700, "pyramidkv": 991 + 128}.get(compressor, 640)
 
 
 def test_many_tokens_are_refused_by_a_cache_that_is_not_empty():
