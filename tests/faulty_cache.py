@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import kvcache
 import rollout
-from kvcache import COMPRESSORS, EMPTY, KVCache, LayerCache
+from kvcache import COMPRESSORS, KVCache, LayerCache
 from model import Decoder
 
 
@@ -145,12 +145,12 @@ def weights_rounded(patch):
 
 def state_stays_behind(patch):
     """What a policy has summed up per key is not moved with the key."""
-    patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "positions"))
+    patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "positions"})
 
 
 def positions_stay_behind(patch):
     """Keys move to the front, their positions do not."""
-    patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "attention"))
+    patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "attention"})
 
 
 def rows_cut_together(patch):
@@ -185,15 +185,14 @@ def draws_of_the_batch(patch):
 def window_without_causality(patch):
     """The window's queries see keys that are newer than they are."""
 
-    class Timeless(kvcache.Held):
-        @property
-        def query_positions(self):
-            return torch.full((len(self.seen), self.queries.shape[2]), EMPTY - 1)
+    def timeless(held, kernel=7):
+        logits = kvcache.attention_logits(held.queries, held.keys)
+        attention = logits.masked_fill(~held.used[:, :, None, None], -torch.inf).softmax(-1)
+        return kvcache.pool_older(attention.mean(dim=(2, 3)), held, kernel)
 
     for name, policy in COMPRESSORS.items():
         if policy.score is kvcache.snapkv_mean:
-            score = lambda held, kernel=7: kvcache.snapkv_mean(Timeless(**vars(held)), kernel)  # noqa: E731
-            replace_policy(patch, name, score=score)
+            replace_policy(patch, name, score=timeless)
 
 
 def query_heads_pooled_the_other_way(patch):

@@ -1,4 +1,4 @@
-"""The policies once more, slowly: one row and one KV head at a time, from the formulas of the paper.
+"""The policies once more, slowly: one row and one KV head at a time, from their formulas.
 
 Nothing is shared with kvcache.py. Keys are named by their positions. A policy returns a score for each position it
 decides about, those of `held` (in increasing order) but for the W newest; of H2O, the `recent` newest.

@@ -33,7 +33,6 @@ from kvcache import (
     snapkv_max,
     snapkv_mean,
     streaming,
-    uniform_hash,
 )
 from model import load_model
 from rollout import cache_for, rollout
@@ -480,8 +479,9 @@ def test_random_draws_once_per_key():
 
 def test_random_draws_are_uniform_and_apart_for_rows_layers_heads_and_positions():
     """The hash behind `random`: right moments, and no two streams alike."""
-    places = torch.arange(1000).expand(2, 2, -1)
-    draws = torch.cat([uniform_hash(torch.tensor([5, 6]), layer, places).flatten(0, 1) for layer in (0, 1)])
+    parts = {"seeds": torch.tensor([5, 6]), "positions": torch.arange(1000).int().expand(2, 2, -1)}
+    both = (COMPRESSORS["random"].score(Held(parts, slice(2), torch.tensor([1000] * 2), 1, layer)) for layer in (0, 1))
+    draws = torch.cat([draws.flatten(0, 1) for draws in both])
     assert draws.min() >= 0 and draws.max() < 1
     assert abs(float(draws.mean()) - 1 / 2) < 0.02 and abs(float(draws.var()) - 1 / 12) < 0.01
     correlation = torch.corrcoef(draws)  # 8 streams of 1000 draws
