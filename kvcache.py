@@ -2,22 +2,19 @@
 
 Sampling writes a key and a value per token, layer and KV head. Here each layer holds them in S = budget + buffer
 slots, allocated once. A new token is written to the next free slot and attends to everything that is still held.
-Then each row that holds budget + buffer keys is cut to `budget`: its W newest tokens survive, and of the older
-ones those with the highest score, in each layer and KV head by itself. Survivors move to the front slots in order
-of position. They keep their original positions: keys are stored after RoPE, so a compressed cache differs from a
-dense one by eviction alone.
+Then each row that holds budget + buffer keys is cut to `budget`: its newest tokens survive, W at the least, and of
+the others those with the highest score, in each layer and KV head by itself, in order of position. They keep their
+original positions: keys are stored after RoPE, so a compressed cache differs from a dense one by eviction alone.
 
-A policy is a scoring function, "higher survives", and a few declarations (see `COMPRESSORS`). Choosing, ties,
-windows, gathering and memory exist once, in `choose` and `LayerCache`.
-
-Shapes: B rows, T tokens, S slots, H query heads, K KV heads, D head dimension, W window.
+A policy is a function that scores keys, and a few declarations (see `COMPRESSORS`). Choosing, ties, gathering and
+memory exist once, in `choose` and `LayerCache`. Shapes: as in model.py, and W queries in the window.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -27,10 +24,7 @@ from torch import Tensor
 from model import wide
 
 EMPTY = torch.iinfo(torch.int32).max  # the position of an unused slot: later than any query, so never visible
-PER_SLOT = ("keys", "values", "positions", "attention")  # the parts of a cache that move when a row is cut
-
-
-# ------------------------------------------------------------------------------------------ what a policy sees
+PER_SLOT = {"keys", "values", "positions", "attention"}  # the parts of a cache that move when a row is cut
 
 
 @dataclass(frozen=True)
@@ -38,14 +32,14 @@ class Held:
     """What some rows hold when they are cut. A policy reads it and returns a score per slot, (B, K, S).
 
     The parts: keys and values (B, K, S, D), after RoPE; positions (B, K, S) int32, increasing, EMPTY in unused slots.
-    For a policy that declares it also queries (B, H, W, D), the newest, in any order, and query_positions (B, W);
-    attention (B, K, S) fp32, that each key has received so far; seeds (B,) int64, to draw from.
-    Scores of the window and of unused slots are ignored. Nothing here may be written to.
+    For a policy that declares it also queries (B, H, W, D), the newest, that of position p at p mod W; attention
+    (B, K, S) fp32, that each key has received so far; seeds (B,) int64, to draw from. Nothing here may be written to.
     """
 
     parts: dict[str, Tensor]  # of the whole layer
     rows: Tensor | slice  # those that are cut
-    window: int  # W
+    seen: Tensor  # (B,) tokens so far of each of these rows
+    recent: int  # this many of the newest tokens survive whatever their score: W, or more if the policy says so
     layer: int = 0
 
     def __getattr__(self, name: str) -> Tensor:
@@ -61,23 +55,22 @@ class Held:
 
     @property
     def older(self) -> Tensor:
-        """(B, K, S) bool: the keys a policy decides about, those outside the window of the W newest tokens."""
-        newest = self.positions.masked_fill(~self.used, -1).amax(-1, keepdim=True)
-        return self.positions <= newest - self.window
+        """(B, K, S) bool: the keys a policy decides about, those that are not recent."""
+        return self.positions < (self.seen - self.recent)[:, None, None]
 
 
 def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     """The slots that survive, (B, K, budget), in increasing order.
 
-    The window always survives, unused slots never do, and a score that is not a number is the lowest. Equal scores
-    keep the newer key: max-pooling makes plateaus, so ties are common, and which of them a sort or top-k puts first
-    depends on the backend; only a value is taken from it. Raises ValueError unless there is a score for each slot.
+    Recent keys do, unused slots never, and a score that is not a number is the lowest. Equal scores, which max-pooling
+    makes common, keep the newer key; backends differ in which of them a top-k takes, so it gives a threshold only.
+    Raises ValueError unless there is a score for each slot.
     """
     older, used = held.older, held.used
     if scores.shape != used.shape:
         raise ValueError(f"a policy scores each slot: shape (B, K, S) = {(*used.shape,)}, not {(*scores.shape,)}")
     scores = wide(scores)
-    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities too: between the window and the unused
+    finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities too: between recent and unused
     ranked = finite.masked_fill(used & ~older, math.inf).masked_fill(~used, -math.inf)
     threshold = ranked.topk(budget).values[..., -1:]  # the lowest score that survives
     above, equal = ranked > threshold, ranked == threshold
@@ -86,30 +79,16 @@ def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     return survives.nonzero()[:, 2].view(*survives.shape[:2], budget)
 
 
-# -------------------------------------------------------------------------------------------------- the policies
-
-
 def streaming(held: Held, sinks: int = 4) -> Tensor:
-    """StreamingLLM (2309.17453): the first `sinks` positions and the newest tokens.
-
-    Positions stay the original ones; the paper re-numbers the keys inside the cache.
-    """
-    positions = held.positions.float()
-    return positions.masked_fill(held.positions < sinks, math.inf)
+    """StreamingLLM (2309.17453): the first `sinks` positions and the newest. (The paper re-numbers what it holds.)"""
+    return held.positions.float().masked_fill(held.positions < sinks, math.inf)
 
 
 def random(held: Held) -> Tensor:
-    """The baseline every policy must beat: one uniform draw per key, the same at every cut.
+    """The baseline every policy must beat: a uniform draw in [0, 1) per key, the same at every cut.
 
-    (A fresh draw at each cut would favour new keys, which have survived fewer of them.) A prompt's responses share it.
-    """
-    return uniform_hash(held.seeds, held.layer, held.positions)
-
-
-def uniform_hash(seeds: Tensor, layer: int, positions: Tensor) -> Tensor:
-    """A number in [0, 1) per row, KV head and position, (B, K, S) fp32, from seeds (B,) and positions (B, K, S).
-
-    A hash (SplitMix64) of these and of nothing else: a row's draws do not change with its batch-mates or device.
+    (A fresh draw at each cut would favour new keys, which have survived fewer of them.) A hash (SplitMix64) of seed,
+    layer, KV head and position: it changes neither with batch-mates nor with the device. A prompt's responses share it.
     """
 
     def mix(x: Tensor) -> Tensor:  # int64 wraps around; masks make the shifts logical
@@ -117,85 +96,96 @@ def uniform_hash(seeds: Tensor, layer: int, positions: Tensor) -> Tensor:
         x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
         return x ^ (x >> 31 & (1 << 33) - 1)
 
-    K = positions.shape[1]
-    heads = torch.arange(K, device=positions.device)[:, None] + K * layer  # (K, 1)
-    key = (heads << 32) + positions.long()  # (B, K, S)
-    return (mix(mix(seeds)[:, None, None] + key) >> 40 & (1 << 24) - 1).float() / (1 << 24)
+    K = held.positions.shape[1]
+    head = torch.arange(K, device=held.seeds.device)[:, None] + K * held.layer  # (K, 1)
+    key = (head << 32) + held.positions.long()  # (B, K, S)
+    return (mix(mix(held.seeds)[:, None, None] + key) >> 40 & (1 << 24) - 1).float() / (1 << 24)
 
 
 def h2o(held: Held) -> Tensor:
     """H2O (2306.14048), heavy hitters: attention received from all queries since the key was cached.
 
-    Summed over queries, averaged over the query heads of a KV head. The paper accumulates; Sparse-RL's released code,
-    and the H2O in the R-KV repository, look at the last query only.
+    Summed over queries, averaged over the query heads of a KV head (one each in the paper's models). Half of the budget
+    goes to the newest tokens, as in the paper's code (heavy_ratio = recent_ratio), which evicts a key at each step.
     """
     return held.attention
 
 
+def attention_logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """q k / sqrt(D) of queries (B, H, T, D) and keys (B, K, S, D), cast to fp32 before they meet: (B, K, H/K, T, S)."""
+    grouped = queries.unflatten(1, (keys.shape[1], -1))  # (B, K, H/K, T, D): the heads of a KV head side by side
+    logits = wide(grouped.flatten(2, 3)) @ wide(keys).mT / math.sqrt(keys.shape[-1])  # (B, K, H/K * T, S)
+    return logits.unflatten(2, grouped.shape[2:4])
+
+
 def window_logits(held: Held) -> Tensor:
-    """q k / sqrt(D) of the window's queries over all held keys, (B, K, H/K, W, S), -inf for a later key."""
-    keys = held.keys
-    queries = held.queries.unflatten(1, (keys.shape[1], -1))  # (B, K, H/K, W, D)
-    logits = queries.flatten(2, 3) @ keys.mT / math.sqrt(keys.shape[-1])  # (B, K, H/K * W, S)
-    later = held.positions[:, :, None, :] > held.query_positions[:, None, :, None]  # (B, K, W, S)
-    return wide(logits).unflatten(2, queries.shape[2:4]).masked_fill(later[:, :, None], -math.inf)
+    """`attention_logits` of the W newest queries over all held keys, (B, K, H/K, W, S), -inf for a later key."""
+    last, W = held.seen[:, None] - 1, held.queries.shape[2]
+    places = last - (last - torch.arange(W, device=last.device)) % W  # (B, W): the query at position p lies at p mod W
+    later = held.positions[:, :, None] > places[:, None, :, None]  # (B, K, W, S)
+    return attention_logits(held.queries, held.keys).masked_fill(later[:, :, None], -math.inf)
 
 
 def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
-    """Each older slot takes the largest score within kernel // 2 slots of it; the window takes no part."""
+    """Each older slot takes the largest score within kernel // 2 slots of it; recent ones take no part."""
     return F.max_pool1d(scores.masked_fill(~held.older, -math.inf), kernel, stride=1, padding=kernel // 2)
 
 
-def snapkv(held: Held, kernel: int = 7) -> Tensor:
+def snapkv_mean(held: Held, kernel: int = 7) -> Tensor:
     """SnapKV (2404.14469): attention that the W newest queries pay, smoothed over neighbouring keys.
 
-    softmax(q k / sqrt(D)) per query head over all held keys; mean over the W queries and over the query heads of a
-    KV head; max-pooled over `kernel` older slots. The paper has W = 32 or 64 and compresses the prompt once; the
-    released runs of Sparse-RL have W = 8 and compress while decoding as well, as here.
+    softmax(q k / sqrt(D)) per query head over all held keys, mean over the W queries, max-pooled over `kernel` older
+    slots. The mean over the query heads of a KV head is ours: the public code caches a key per query head. The paper
+    has W = 32 or 64 and compresses the prompt alone; here W is 8 by default, and decoding compresses as well.
     """
     attention = window_logits(held).softmax(-1)  # (B, K, H/K, W, S)
     return pool_older(attention.mean(dim=(2, 3)), held, kernel)
 
 
+def snapkv_max(held: Held, kernel: int = 7) -> Tensor:
+    """SnapKV's scores in the code released with Sparse-RL, which are R-KV's importance.
+
+    As `snapkv_mean`, but for the largest logit of a KV head's query heads, and a softmax over the older keys only.
+    """
+    logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
+    attention = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1)
+    return pool_older(attention.mean(dim=2), held, kernel)
+
+
 def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7, chunk: int = 16) -> Tensor:
     """R-KV (2505.24133): `weight` * importance - (1 - `weight`) * redundancy.
 
-    Importance is SnapKV's with two changes: the logits are max-pooled over the query heads of a KV head before the
-    softmax, and the softmax runs over the older keys only. Redundancy is the mean cosine between a key and every
-    held key, after the newest similar key of each (cosine > `threshold`) was let off, as a softmax over held keys.
-    The threshold does not remove small cosines from the mean. Where a key has no similar one, the public code lets
-    off slot 0 instead, which is a slip; here nothing is let off. Cosines are taken for `chunk` keys at a time, so
-    that S x S of them never exist.
+    Importance is `snapkv_max`. Redundancy is the mean cosine between a key and every held key, after the newest
+    similar key of each (cosine > `threshold`) was let off, as a softmax over held keys. (Where a key has no similar
+    one, the public code lets off slot 0, which is a slip.) `chunk` keys at a time, so that S x S cosines never exist.
     """
-    logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
-    importance = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1).mean(dim=2)  # (B, K, S)
-
+    importance = snapkv_max(held, kernel)
     used, keys = held.used, wide(held.keys)  # (B, K, S), (B, K, S, D)
     inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
     slot = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
     total = torch.zeros_like(inverse)
     for some in slot.split(chunk):  # how similar every key is to key i, for some i
-        apart = used[:, :, some, None] & used[:, :, None] & (some[:, None] != slot)
         cosine = keys[:, :, some] @ keys.mT * inverse[:, :, some, None] * inverse[:, :, None]  # (B, K, chunk, S)
-        cosine = cosine.masked_fill(~apart, 0)
+        cosine = cosine.masked_fill(some[:, None] == slot, 0)  # 0 for unused slots too: they hold zeros
         newest_similar = torch.where(cosine > threshold, slot, -1).amax(-1, keepdim=True)  # -1 if there is none
         total += cosine.masked_fill(slot == newest_similar, 0).sum(dim=2)
     mean = total / used.sum(-1, keepdim=True)
     redundancy = mean.masked_fill(~used, -math.inf).softmax(-1)
-    return weight * pool_older(importance, held, kernel) - (1 - weight) * redundancy
+    return weight * importance - (1 - weight) * redundancy
 
 
-def pyramid_budgets(budget: int, layers: int, window: int, beta: float = 20.0) -> list[int]:
-    """PyramidKV (2406.02069): budgets fall linearly from the first layer to the last, with the same sum.
+def pyramid_budgets(budget: int, layers: int, window: int, beta: int = 20) -> list[int]:
+    """PyramidKV (2406.02069): budgets fall linearly from the first layer to the last.
 
-    The last layer gets budget / beta, but at least window + 1. The public code scales a capacity that it overwrites
-    at every call; here the budgets are computed once.
+    As in its public code, the last layer has (budget - window) // `beta` keys and the window, and the first is as far
+    above the budget as the last is below. Ours: at least one key beyond the window; steps that need not be whole
+    numbers; the sum layers * budget exactly, by one key more for the first layers; whatever the prompt's length.
     """
-    spread = budget - max(budget / beta, window + 1)  # of the first and the last layer around the mean
-    ideal = [budget + spread * (layers - 1 - 2 * layer) / max(1, layers - 1) for layer in range(layers)]
-    whole = [math.floor(share) for share in ideal]
-    missing = layers * budget - sum(whole)  # to the same sum: a key more for the first layers
-    return [share + (layer < missing) for layer, share in enumerate(whole)]
+    beyond = budget - window
+    spread = beyond - max(1, beyond // beta)  # of the first and the last layer around the mean
+    shares = [beyond + spread * (layers - 1 - 2 * layer) // max(1, layers - 1) for layer in range(layers)]
+    missing = layers * beyond - sum(shares)
+    return [window + share + (layer < missing) for layer, share in enumerate(shares)]
 
 
 @dataclass(frozen=True)
@@ -206,18 +196,21 @@ class Compressor:
     queries: bool = False  # needs the W newest queries
     attention: bool = False  # needs the attention that each key has received so far
     seeds: bool = False  # needs a number per row to draw from
+    recent_share: float = 0.0  # of the budget, for the newest tokens; W of them survive at the least
     sinks: int = 0  # slots it promises to the first positions, beyond the window
-    layer_budgets: Callable[[int, int, int], list[int]] = lambda budget, layers, window: [budget] * layers  # same sum
+    layer_budgets: Callable[..., list[int]] = lambda budget, layers, window: [budget] * layers  # the sum must stay
 
 
+SNAPKV = Compressor(snapkv_mean, queries=True)
 COMPRESSORS: dict[str, Compressor] = {
     "full": Compressor(None),
     "streaming": Compressor(streaming, sinks=4),
     "random": Compressor(random, seeds=True),
-    "h2o": Compressor(h2o, attention=True),
-    "snapkv": Compressor(snapkv, queries=True),
+    "h2o": Compressor(h2o, attention=True, recent_share=0.5),
+    "snapkv": SNAPKV,
+    "snapkv-max": Compressor(snapkv_max, queries=True),
     "rkv": Compressor(rkv, queries=True),
-    "pyramidkv": Compressor(snapkv, queries=True, layer_budgets=pyramid_budgets),
+    "pyramidkv": replace(SNAPKV, layer_budgets=pyramid_budgets),
 }
 
 
@@ -242,10 +235,7 @@ def check_settings(compressor: str, budget: int, buffer: int, window: int) -> Co
 
 
 def plan_step(length: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The step after which rows hold `length` keys: rows (B,), the slots of their new keys (B,), visible (B, 1, 1, S).
-
-    Equal in all layers whose rows hold equally many keys. S: as far as the longest row.
-    """
+    """For the step after which rows hold `length` keys: the rows and their new slots, (B,), visible (B, 1, 1, S)."""
     slot = torch.tensor(length, device=device) - 1
     visible = torch.arange(max(length), device=device) <= slot[:, None]
     return torch.arange(len(length), device=device), slot, visible[:, None, None]
@@ -259,7 +249,7 @@ class LayerCache:
     layer: int
     budget: int
     slots: int  # a row that holds this many keys is cut to `budget`
-    window: int
+    recent: int  # of these, so many are the newest tokens
     parts: dict[str, Tensor]  # keys, values, ... (see Held), each with the rows first
     length: Tensor  # (B,) keys held per row. On the CPU: the host decides when to cut without waiting for the device
     plan: Callable[..., tuple[Tensor, Tensor, Tensor]]  # plan_step, which remembers its answer for the next layer
@@ -284,18 +274,18 @@ class LayerCache:
         new = {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}  # (B, K, ...)
         for name, part in new.items():
             self.parts[name][row, :, slot] = part
-        self._write_window(queries, positions)
-
+        if self.policy.queries:
+            window = self.parts["queries"]  # (B, H, W, D)
+            window[row, :, positions[:, 0] % window.shape[2]] = queries[:, :, 0]
         S = visible.shape[-1]
         k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
-        q = queries[:, :, 0].unflatten(1, (K, -1))  # (B, K, H/K, D): the heads of a KV head side by side
         if self.policy.attention:
-            logits = wide(q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf)
-            weights = logits.softmax(-1)  # (B, K, H/K, S)
+            logits = attention_logits(queries, k).squeeze(3)  # (B, K, H/K, S)
+            weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
             self.parts["attention"][:B, :, :S] += weights.mean(dim=2)
-            out = weights.to(v.dtype) @ v
+            out = (weights @ wide(v)).to(v.dtype)  # (B, K, H/K, D)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+            out = F.scaled_dot_product_attention(queries[:, :, 0].unflatten(1, (K, -1)), k, v, attn_mask=visible)
         self._cut(self.parts, positions[:, 0] + 1)
         return out.flatten(1, 2)[:, :, None]  # (B, H, 1, D)
 
@@ -303,30 +293,21 @@ class LayerCache:
         B, K, T, _ = keys.shape
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         pad = (positions < 0)[:, None]  # (B, 1, T)
-        prompt = {  # one layer's prompt, as if it had slots enough
-            "keys": keys.masked_fill(pad[..., None], 0),
-            "values": values.masked_fill(pad[..., None], 0),
-            "positions": positions.int()[:, None].masked_fill(pad, EMPTY).expand(B, K, T),
-        }
+        # One layer's prompt, as if it had slots enough.
+        prompt = {"keys": keys.masked_fill(pad[..., None], 0), "values": values.masked_fill(pad[..., None], 0)}
+        prompt["positions"] = positions.int()[:, None].masked_fill(pad, EMPTY).expand(B, K, T)
         if self.policy.attention:
             prompt["attention"] = prompt_attention(queries, keys, pad)
         for name, part in prompt.items():
             self.parts[name][:B, :, :T] = part[:, :, : self.slots]
-        self._write_window(queries, positions)
         seen = (positions >= 0).sum(1)  # (B,)
+        if self.policy.queries:  # below 0 if the prompt is shorter than W: written again long before the row can be cut
+            row, W = torch.arange(B, device=seen.device)[:, None], self.parts["queries"].shape[2]
+            newest = seen[:, None] - 1 - torch.arange(min(W, T), device=seen.device)  # (B, W)
+            self.parts["queries"][row, :, newest % W] = queries[row, :, newest.clamp(min=0)]
         self.length[:B] = seen.cpu()
         self._cut(self.parts | prompt, seen)
         return out
-
-    def _write_window(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the newest W of queries (B, H, T, D): the query at position p goes to place p mod W."""
-        if not self.policy.queries:
-            return
-        row, new = torch.arange(len(queries), device=queries.device)[:, None], min(self.window, queries.shape[2])
-        # (B, W); below 0 for a prompt shorter than W: such a place is written again long before the row can be cut
-        newest = positions.amax(1, keepdim=True) - torch.arange(new, device=queries.device)
-        self.parts["queries"][row, :, newest % self.window] = queries[row, :, (newest - positions[:, :1]).clamp(min=0)]
-        self.parts["query_positions"][row, newest % self.window] = newest.int()
 
     def _cut(self, source: dict[str, Tensor], seen: Tensor) -> None:
         """Leave `budget` keys of each full row of `source`, in order, in the first slots; empty the others.
@@ -338,19 +319,18 @@ class LayerCache:
         if self.policy.score is None or not len(full):
             return
         rows = slice(len(seen)) if len(full) == len(seen) else full.to(seen.device)  # a slice copies nothing
-        held = Held(source, rows, self.window, self.layer)
+        held = Held(source, rows, seen[rows], self.recent, self.layer)
         survivors = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
         if self.evicted_at is not None:
             row, head, slot = held.used.scatter(2, survivors, False).nonzero(as_tuple=True)
             place = self.parts["ids"][rows][row], head, held.positions[row, head, slot].long()
-            self.evicted_at[place] = seen[rows][row].int()
+            self.evicted_at[place] = held.seen[row].int()
         row = torch.arange(len(self.length), device=seen.device)[rows][:, None, None]
         head = torch.arange(survivors.shape[1], device=seen.device)[:, None]
-        for name in PER_SLOT:
-            if name in source:
-                self.parts[name][rows, :, : self.budget] = source[name][row, head, survivors]
-                # attention weights of 0 do not hide what is left in an unused slot if it is inf or NaN: 0 * inf is NaN
-                self.parts[name][rows, :, self.budget :] = EMPTY if name == "positions" else 0
+        for name in PER_SLOT & source.keys():
+            self.parts[name][rows, :, : self.budget] = source[name][row, head, survivors]
+            # attention weights of 0 do not hide what is left in an unused slot if it is inf or NaN: 0 * inf is NaN
+            self.parts[name][rows, :, self.budget :] = EMPTY if name == "positions" else 0
         self.length[full] = self.budget
 
 
@@ -359,15 +339,12 @@ def prompt_attention(queries: Tensor, keys: Tensor, pad: Tensor, chunk: int = 25
 
     queries (B, H, T, D), keys (B, K, T, D), pad (B, 1, T). In chunks of queries, so that T x T weights never exist.
     """
-    (B, K, T, D), device = keys.shape, keys.device
-    received = torch.zeros(B, K, T, device=device)
-    place = torch.arange(T, device=device)
-    for first in range(0, T, chunk):
-        q = queries[:, :, first : first + chunk].unflatten(1, (K, -1))  # (B, K, H/K, chunk, D)
-        logits = wide(q @ keys[:, :, None].mT / math.sqrt(D))  # (B, K, H/K, chunk, T)
-        later = place > place[first : first + chunk, None]
-        weights = logits.masked_fill(later, -math.inf).softmax(-1).mean(dim=2)  # (B, K, chunk, T)
-        received += weights.masked_fill(pad[:, :, first : first + chunk, None], 0).sum(dim=2)
+    place = torch.arange(keys.shape[2], device=keys.device)
+    received = torch.zeros(keys.shape[:3], device=keys.device)
+    for some in place.split(chunk):
+        logits = attention_logits(queries[:, :, some], keys)  # (B, K, H/K, chunk, T)
+        weights = logits.masked_fill(place > some[:, None], -math.inf).softmax(-1).mean(dim=2)  # (B, K, chunk, T)
+        received += weights.masked_fill(pad[:, :, some, None], 0).sum(dim=2)
     return received
 
 
@@ -375,22 +352,10 @@ class KVCache:
     """The caches of all layers for B rows; index it to get a layer's."""
 
     def __init__(
-        self,
-        *,
-        rows: int,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        max_length: int,
-        compressor: str = "snapkv",
-        budget: int = 512,
-        buffer: int = 128,
-        window: int = 8,
-        seeds: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        device="cpu",
-    ):
+        self, *, rows: int, layers: int, heads: int, kv_heads: int, head_dim: int, max_length: int,
+        compressor: str = "snapkv", budget: int = 512, buffer: int = 128, window: int = 8,
+        seeds: Tensor | None = None, dtype: torch.dtype = torch.float32, device="cpu",
+    ):  # fmt: skip
         """max_length: the tokens a row can reach, the slots of `full`. seeds (B,) int64: a row's random draws.
 
         Raises ValueError if compressor, budget, buffer and window cannot work together.
@@ -399,31 +364,23 @@ class KVCache:
         budgets = policy.layer_budgets(budget, layers, window)
         least = window + policy.sinks + 1
         if policy.score and (len(budgets) != layers or sum(budgets) != layers * budget or min(budgets) < least):
-            raise ValueError(
-                f"the layer budgets of {compressor} must be {layers} numbers of at least {least}, with the sum "
-                f"{layers * budget}, not {budgets}"
-            )
-
-        def allocate(slots: int) -> dict[str, Tensor]:
-            parts = {name: torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype) for name in ("keys", "values")}
-            parts["positions"] = torch.full((rows, kv_heads, slots), EMPTY, dtype=torch.int32)
-            if policy.queries:
-                parts["queries"] = torch.zeros(rows, heads, window, head_dim, dtype=dtype)
-                parts["query_positions"] = torch.full((rows, window), -1, dtype=torch.int32)
-            if policy.attention:
-                parts["attention"] = torch.zeros(rows, kv_heads, slots)
-            if policy.seeds:
-                parts["seeds"] = torch.zeros(rows, dtype=torch.long) + (0 if seeds is None else seeds.to(device))
-            return parts
-
-        self.active = rows  # the first `active` rows of every part are in use
+            wanted = f"{layers} numbers of at least {least}, with the sum {layers * budget}"
+            raise ValueError(f"the layer budgets of {compressor} must be {wanted}, not {budgets}")
+        self.active, self.layers = rows, []  # the first `active` rows of every part are in use
         plan = lru_cache(maxsize=1)(plan_step)
-        self.layers = []
         for layer, layer_budget in enumerate(budgets):
-            slots, length = layer_budget + buffer if policy.score else max_length, torch.zeros(rows, dtype=torch.long)
+            slots = layer_budget + buffer if policy.score else max_length
             with torch.device(device):
-                parts = allocate(slots)
-            self.layers.append(LayerCache(policy, layer, layer_budget, slots, window, parts, length, plan))
+                parts = {name: torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype) for name in ("keys", "values")}
+                parts["positions"] = torch.full((rows, kv_heads, slots), EMPTY, dtype=torch.int32)
+                if policy.queries:
+                    parts["queries"] = torch.zeros(rows, heads, window, head_dim, dtype=dtype)
+                if policy.attention:
+                    parts["attention"] = torch.zeros(rows, kv_heads, slots)
+                if policy.seeds:
+                    parts["seeds"] = torch.zeros(rows, dtype=torch.long) + (0 if seeds is None else seeds.to(device))
+            recent, length = max(window, int(policy.recent_share * layer_budget)), torch.zeros(rows, dtype=torch.long)
+            self.layers.append(LayerCache(policy, layer, layer_budget, slots, recent, parts, length, plan))
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
@@ -442,22 +399,18 @@ class KVCache:
         """Repeat each row group_size times, AABB: one prefill serves a group. One layer at a time."""
         self.active *= group_size
         for layer in self.layers:
-            for name in layer.parts:
-                layer.parts[name] = layer.parts[name].repeat_interleave(group_size, dim=0)
+            layer.parts = {name: part.repeat_interleave(group_size, dim=0) for name, part in layer.parts.items()}
             layer.length = layer.length.repeat_interleave(group_size)
             if layer.evicted_at is not None:
                 layer.evicted_at = layer.evicted_at.repeat_interleave(group_size, dim=0)
                 layer.parts["ids"] = torch.arange(self.active, device=layer.evicted_at.device)
 
     def compact(self, alive: Tensor) -> Tensor:
-        """Drop the active rows where alive (B,) bool, on the CPU, is False. Returns the new order of rows, (b,).
-
-        In place: rows from the end move into the holes, no byte is allocated or freed.
-        """
+        """Drop, in place, the active rows where alive (B,) bool, on the CPU, is False. Returns the new order, (b,)."""
         self.active = int(alive.sum())
         order = torch.arange(self.active)
         holes = (~alive[: self.active]).nonzero()[:, 0]
-        order[holes] = alive[self.active :].nonzero()[:, 0] + self.active
+        order[holes] = alive[self.active :].nonzero()[:, 0] + self.active  # rows from the end move into the holes
         device = self.layers[0].parts["keys"].device
         there, here = holes.to(device), order[holes].to(device)
         for layer in self.layers:
@@ -469,8 +422,7 @@ class KVCache:
     def record(self, max_length: int) -> None:
         """From now on write down when each key goes: layer.evicted_at (B, K, max_length) int32, dropped rows included.
 
-        It holds the tokens seen when the key at a position was evicted, EMPTY if it never was: the query at
-        position p sees the key at position j where j <= p < evicted_at[j].
+        By the tokens seen until then, or EMPTY: the query at p sees the key at j where j <= p < evicted_at[j].
         """
         for layer in self.layers:
             positions = layer.parts["positions"]

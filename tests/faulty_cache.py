@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import kvcache
 import rollout
-from kvcache import COMPRESSORS, EMPTY, KVCache, LayerCache
+from kvcache import COMPRESSORS, KVCache, LayerCache
 from model import Decoder
 
 
@@ -108,7 +108,7 @@ def similarity_slip(patch):
 
 
 def last_query_only(patch):
-    """The public H2O: no sums."""
+    """H2O without its sums: what the last query pays."""
 
     def received(queries, keys, pad):
         logits = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT / keys.shape[3] ** 0.5
@@ -117,14 +117,40 @@ def last_query_only(patch):
     patch.setattr(kvcache, "prompt_attention", received)
 
 
+def heavy_hitters_only(patch):
+    """H2O without its recent half: only the window is safe."""
+    replace_policy(patch, "h2o", recent_share=0.0)
+
+
+def logits_rounded(patch):
+    """bf16 products reach the softmax rounded to 8 bits."""
+
+    def rounded(queries, keys):
+        grouped = queries.unflatten(1, (keys.shape[1], -1))
+        return (grouped @ keys[:, :, None].mT / keys.shape[3] ** 0.5).float()
+
+    patch.setattr(kvcache, "attention_logits", rounded)
+
+
+def weights_rounded(patch):
+    """Attention weights are rounded to 8 bits before they meet the values."""
+    softmax = torch.Tensor.softmax
+
+    def rounded(x, dim):
+        weights = softmax(x, dim)
+        return weights if x.dtype == torch.float64 else weights.bfloat16().float()
+
+    patch.setattr(torch.Tensor, "softmax", rounded)
+
+
 def state_stays_behind(patch):
     """What a policy has summed up per key is not moved with the key."""
-    patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "positions"))
+    patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "positions"})
 
 
 def positions_stay_behind(patch):
     """Keys move to the front, their positions do not."""
-    patch.setattr(kvcache, "PER_SLOT", ("keys", "values", "attention"))
+    patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "attention"})
 
 
 def rows_cut_together(patch):
@@ -159,12 +185,38 @@ def draws_of_the_batch(patch):
 def window_without_causality(patch):
     """The window's queries see keys that are newer than they are."""
 
-    class Timeless(kvcache.Held):
-        @property
-        def query_positions(self):
-            return torch.full_like(self.parts["query_positions"][self.rows], EMPTY - 1)
+    def timeless(held, kernel=7):
+        logits = kvcache.attention_logits(held.queries, held.keys)
+        attention = logits.masked_fill(~held.used[:, :, None, None], -torch.inf).softmax(-1)
+        return kvcache.pool_older(attention.mean(dim=(2, 3)), held, kernel)
 
-    replace_policy(patch, "snapkv", score=lambda held, kernel=7: kvcache.snapkv(Timeless(**vars(held)), kernel))
+    for name, policy in COMPRESSORS.items():
+        if policy.score is kvcache.snapkv_mean:
+            replace_policy(patch, name, score=timeless)
+
+
+def query_heads_pooled_the_other_way(patch):
+    """The mean of the attention for the maximum of the logits, and the other way about."""
+    mean, largest = kvcache.snapkv_mean, kvcache.snapkv_max
+    patch.setattr(test_kvcache, "snapkv_mean", largest)
+    patch.setattr(test_kvcache, "snapkv_max", mean)
+    for name, policy in COMPRESSORS.items():
+        if policy.score in (mean, largest):
+            replace_policy(patch, name, score=largest if policy.score is mean else mean)
+
+
+def importance_among_all_held(patch):
+    """R-KV's importance, and the released snapkv, with a softmax over the window's keys as well."""
+
+    def spread(held, kernel=7):
+        attention = kvcache.window_logits(held).amax(dim=2).softmax(-1)
+        return kvcache.pool_older(attention.mean(dim=2), held, kernel)
+
+    for name, policy in COMPRESSORS.items():
+        if policy.score is kvcache.snapkv_max:
+            replace_policy(patch, name, score=spread)
+    patch.setattr(kvcache, "snapkv_max", spread)
+    patch.setattr(test_kvcache, "snapkv_max", spread)
 
 
 def pooling_over_the_window(patch):
@@ -259,6 +311,16 @@ def capacity_overwritten(patch):
         return [first - len(calls), *middle, last + len(calls)]
 
     replace_policy(patch, "pyramidkv", layer_budgets=budgets)
+
+
+def pyramid_of_the_whole_budget(patch):
+    """The last layer gets a twentieth of the budget, the window included."""
+
+    def budgets(budget, layers, window):
+        spread = budget - max(budget // 20, window + 1)
+        return [budget + round(spread * (1 - 2 * layer / (layers - 1))) for layer in range(layers)]
+
+    patch.setattr(test_kvcache, "pyramid_budgets", budgets)
 
 
 # -------------------------------------------------------------------------------------------------------- the sampler

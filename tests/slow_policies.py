@@ -1,7 +1,7 @@
-"""The policies once more, slowly: one row and one KV head at a time, from the formulas of the paper.
+"""The policies once more, slowly: one row and one KV head at a time, from their formulas.
 
 Nothing is shared with kvcache.py. Keys are named by their positions. A policy returns a score for each position it
-decides about, those of `held` (in increasing order) outside the window.
+decides about, those of `held` (in increasing order) but for the W newest; of H2O, the `recent` newest.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def random(past: Past, held: list[int], window: int) -> Scores:
     return {j: past.draws[j] for j in held[:-window]}
 
 
-def h2o(past: Past, held: list[int], window: int) -> Scores:
+def h2o(past: Past, held: list[int], recent: int) -> Scores:
     seen = held[-1] + 1
-    return {j: sum(past.paid[p].get(j, 0.0) for p in range(seen)) for j in held[:-window]}
+    return {j: sum(past.paid[p].get(j, 0.0) for p in range(seen)) for j in held[:-recent]}
 
 
-def snapkv(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
+def snapkv_mean(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
     attention = dict.fromkeys(held[:-window], 0.0)
     G = len(past.queries)
     for p in held[-window:]:
@@ -76,15 +76,18 @@ def snapkv(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
     return max_pool(attention, kernel)
 
 
-def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float = 0.1, similar: float = 0.5) -> Scores:
-    older, n = held[:-window], len(held)
+def snapkv_max(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
+    older = held[:-window]
     importance = dict.fromkeys(older, 0.0)
     for p in held[-window:]:
         heads = [past.logits(g, p, older) for g in range(len(past.queries))]
         for j, share in softmax({j: max(logits[j] for logits in heads) for j in older}).items():
             importance[j] += share / window
-    importance = max_pool(importance, kernel)
+    return max_pool(importance, kernel)
 
+
+def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float = 0.1, similar: float = 0.5) -> Scores:
+    importance, n = snapkv_max(past, held, window, kernel), len(held)
     unit = past.keys[held] / past.keys[held].norm(dim=-1, keepdim=True)
     cosine = (unit @ unit.T).tolist()
     for i in range(n):
@@ -93,21 +96,34 @@ def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float
         if alike:
             cosine[i][alike[-1]] = 0.0
     redundancy = softmax({held[j]: sum(cosine[i][j] for i in range(n)) / n for j in range(n)})
-    return {j: weight * importance[j] - (1 - weight) * redundancy[j] for j in older}
+    return {j: weight * importance[j] - (1 - weight) * redundancy[j] for j in importance}
 
 
-POLICIES = {"streaming": streaming, "random": random, "h2o": h2o, "snapkv": snapkv, "rkv": rkv, "pyramidkv": snapkv}
+POLICIES = {
+    "streaming": streaming,
+    "random": random,
+    "h2o": h2o,
+    "snapkv": snapkv_mean,
+    "snapkv-max": snapkv_max,
+    "rkv": rkv,
+    "pyramidkv": snapkv_mean,
+}
 
 
-def survivors(scores: Scores, held: list[int], window: int, budget: int) -> list[int]:
-    """The window, and the best of the others: of two equal scores the newer."""
+def recent(policy: str, window: int, budget: int) -> int:
+    """How many of the newest tokens survive in any case: H2O gives them half of the budget."""
+    return max(window, budget // 2) if policy == "h2o" else window
+
+
+def survivors(scores: Scores, held: list[int], recent: int, budget: int) -> list[int]:
+    """The newest, and the best of the others: of two equal scores the newer."""
     ascending = sorted(scores, key=lambda j: (scores[j], j))
-    return sorted(ascending[len(held) - budget :]) + held[-window:]
+    return sorted(ascending[len(held) - budget :]) + held[-recent:]
 
 
-def assert_same_choice(kept: list[int], scores: Scores, held: list[int], window: int, budget: int) -> None:
+def assert_same_choice(kept: list[int], scores: Scores, held: list[int], recent: int, budget: int) -> None:
     """`kept` is what these scores keep; keys may only be exchanged whose scores differ by rounding (but do differ)."""
-    expected = survivors(scores, held, window, budget)
+    expected = survivors(scores, held, recent, budget)
     assert len(kept) == len(expected)
     exchanged = [scores.get(j, math.inf) for j in set(kept) ^ set(expected)]
     if exchanged:

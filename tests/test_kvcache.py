@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import slow_policies as slow
 import torch
+import torch.nn.functional as F
 from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_model
 from torch import Tensor
 
@@ -29,9 +30,9 @@ from kvcache import (
     h2o,
     prompt_attention,
     pyramid_budgets,
-    snapkv,
+    snapkv_max,
+    snapkv_mean,
     streaming,
-    uniform_hash,
 )
 from model import load_model
 from rollout import cache_for, rollout
@@ -137,7 +138,7 @@ class Run:
         self.seeds = torch.randint(1 << 24, (B,), generator=noise)
 
         policy = COMPRESSORS[compressor]
-        if compressor in ("snapkv", "rkv", "pyramidkv"):
+        if policy.queries:
             policy = replace(policy, score=partial(policy.score, kernel=self.kernel))
         with mock.patch.dict(COMPRESSORS, {compressor: policy}):
             self.cache = KVCache(
@@ -202,15 +203,17 @@ def run(request) -> Run:
 
 def test_right_keys_survive_every_cut(run):
     """The kept sets are those of the slow formulas, for random shapes, windows and kernels."""
-    options = {"kernel": run.kernel} if run.compressor in ("snapkv", "rkv", "pyramidkv") else {}
+    options = {"kernel": run.kernel} if COMPRESSORS[run.compressor].queries else {}
     cuts = 0
     for layer, b, k in itertools.product(range(run.layers), *map(range, run.keys.shape[1:3])):
         past = run.past(layer, b, k)
         for t in range(len(run.steps[layer])):
             held, kept = run.before(layer, t, b, k), run.kept(layer, t, b, k)
             if held != kept:
-                scores = slow.POLICIES[run.compressor](past, held, run.window, **options)
-                slow.assert_same_choice(kept, scores, held, run.window, run.budgets()[layer])
+                budget = run.budgets()[layer]
+                recent = slow.recent(run.compressor, run.window, budget)
+                scores = slow.POLICIES[run.compressor](past, held, recent, **options)
+                slow.assert_same_choice(kept, scores, held, recent, budget)
                 cuts += 1
     assert cuts > 3
 
@@ -259,7 +262,8 @@ def test_scoring_leaves_the_cache_untouched(run):
     for layer in range(run.layers):
         cache = run.cache[layer]
         before = {name: part.clone() for name, part in cache.parts.items()}
-        cache.policy.score(Held(cache.parts, slice(0, len(run.prompts)), run.window, layer))
+        seen = torch.tensor(run.steps[layer][-1].seen)
+        cache.policy.score(Held(cache.parts, slice(len(seen)), seen, run.window, layer))
         assert all(torch.equal(before[name], part) for name, part in cache.parts.items())
 
 
@@ -314,8 +318,9 @@ def test_right_keys_survive_every_cut_of_a_rollout(sampler, compressor):
         past = slow.Past(queries[k * G : (k + 1) * G], keys[k], sees, numbers)
         for seen in cut_times(gone):
             held, kept = [j for j in range(seen) if gone[j] >= seen], held_after(gone, seen)
-            scores = slow.POLICIES[compressor](past, held, settings["window"])
-            slow.assert_same_choice(kept, scores, held, settings["window"], budgets[layer])
+            recent = slow.recent(compressor, settings["window"], budgets[layer])
+            scores = slow.POLICIES[compressor](past, held, recent)
+            slow.assert_same_choice(kept, scores, held, recent, budgets[layer])
             cuts += 1
     assert cuts >= 3 * c.layers * c.kv_heads
 
@@ -345,7 +350,7 @@ def keeps(compressor, keys, queries=None, *, budget, window=1, score=None) -> li
 def test_equal_scores_keep_the_newer():
     """Pytorch 127196: top-k settles ties differently by backend (on CPU it keeps the oldest)."""
     positions = torch.arange(12).expand(1, 1, 12).int()
-    held = Held({"positions": positions}, slice(0, 1), window=2)
+    held = Held({"positions": positions}, slice(1), seen=torch.tensor([12]), recent=2)
     assert choose(torch.zeros(1, 1, 12), held, budget=5).tolist() == [[[7, 8, 9, 10, 11]]]
     for seed in range(20):
         scores = torch.randint(3, (1, 1, 12), generator=seeded(seed)).float()
@@ -357,7 +362,7 @@ def test_equal_scores_keep_the_newer():
 def test_no_score_evicts_the_window_or_keeps_an_unused_slot(value):
     """A policy of one's own may give anything: a score that is not a number is the lowest, infinities are scores."""
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, EMPTY, EMPTY], dtype=torch.int32)[None, None]
-    held = Held({"positions": positions}, slice(0, 1), window=2)
+    held = Held({"positions": positions}, slice(1), seen=torch.tensor([8]), recent=2)
     scores = torch.arange(10.0, dtype=torch.float64)[None, None]
     scores[..., :4] = value
     expected = [2, 3, 6, 7] if value == math.inf else [4, 5, 6, 7]
@@ -367,7 +372,7 @@ def test_no_score_evicts_the_window_or_keeps_an_unused_slot(value):
 
 def test_scores_of_another_shape_are_refused():
     """A score per row, say, would be broadcast without a word: every head would keep the same keys."""
-    held = Held({"positions": torch.arange(6).int().expand(1, 2, 6)}, slice(0, 1), window=2)
+    held = Held({"positions": torch.arange(6).int().expand(1, 2, 6)}, slice(1), seen=torch.tensor([6]), recent=2)
     for shape in ((1, 1, 6), (6,), (1, 2, 4), (2, 2, 6)):
         with pytest.raises(ValueError, match=r"shape \(B, K, S\) = \(1, 2, 6\), not"):
             choose(torch.zeros(shape), held, budget=4)
@@ -379,8 +384,43 @@ def test_streaming_keeps_four_sinks_and_the_newest():
 
 
 def test_h2o_accumulates_over_all_queries():
-    """H2O 2306.14048: sums 1.74 and 1.17; the last query alone, as in the public code, gives 0.24 and 0.67."""
+    """H2O 2306.14048: sums 1.74 and 1.17; the last query alone gives 0.24 and 0.67."""
     assert keeps("h2o", [[1.0], [2.0], [0.0]], [[0.0], [0.0], [1.0]], budget=2) == [0, 2]
+
+
+def test_h2o_gives_half_of_its_budget_to_the_newest():
+    """H2O 2306.14048, heavy_ratio = recent_ratio: keys 0 to 4 are the heavy hitters, and still 6 to 9 survive."""
+    keys = [[9.0 - p] for p in range(5)] + [[0.0]] * 5
+    assert keeps("h2o", keys, [[1.0]] * 10, budget=8) == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert keeps("h2o", keys, [[1.0]] * 10, budget=7) == [0, 1, 2, 3, 7, 8, 9]  # of an odd budget the smaller half
+    assert keeps("h2o", keys, [[1.0]] * 10, budget=7, window=6) == [0, 4, 5, 6, 7, 8, 9]  # the window at the least
+
+
+def test_h2o_in_half_precision_rounds_its_output_only():
+    """Logits, weights and their product with the values stay in fp32, whatever type keys and values have.
+
+    Against float64 on the same bf16 inputs, with logits of standard deviation 10.
+    """
+    B, H, K, T, D = 2, 4, 2, 200, 64
+    q, k, v = (torch.randn(B, n, T, D, generator=seeded(i)) for i, n in enumerate((H, K, K)))
+    q, k, v = (10 * q).bfloat16(), k.bfloat16(), v.bfloat16()
+    cache = KVCache(
+        rows=B, layers=1, heads=H, kv_heads=K, head_dim=D, max_length=0, compressor="h2o", budget=300, buffer=1,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    received = torch.zeros(B, K, T, dtype=torch.float64)
+    for p in range(T):
+        ours = cache[0].attend(q[:, :, p, None], k[:, :, p, None], v[:, :, p, None], torch.full((B, 1), p))
+        seen = (q[:, :, p, None], k[:, :, : p + 1], v[:, :, : p + 1])
+        theirs = F.scaled_dot_product_attention(*seen, enable_gqa=True)
+        exact = F.scaled_dot_product_attention(*(x.double() for x in seen), enable_gqa=True)
+        logits = seen[0].double() @ seen[1].double().repeat_interleave(H // K, 1).mT / D**0.5  # (B, H, 1, p + 1)
+        received[:, :, : p + 1] += logits.softmax(-1).unflatten(1, (K, -1)).mean(2)[:, :, 0]
+        assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()  # the last rounding
+        assert (ours.double() - exact).abs().max() <= 2 * (theirs.double() - exact).abs().max() + 1e-4
+    assert (cache[0].parts["attention"][:, :, :T].double() - received).abs().max() < 1e-3
+    whole = prompt_attention(q, k, torch.zeros(B, 1, T, dtype=torch.bool))
+    assert (whole.double() - received).abs().max() < 1e-3
 
 
 def test_h2o_sums_of_a_prompt_do_not_depend_on_the_chunk():
@@ -406,7 +446,22 @@ def test_rkv_counts_similarities_below_the_threshold():
 def test_snapkv_pools_over_older_neighbours_only():
     """SnapKV 2404.14469: key 3 is attended most and lifts its 3 neighbours; the window's own key 8 lifts none."""
     keys = [[0.0], [0.0], [0.0], [5.0], [0.0], [0.0], [0.0], [0.0], [9.0]]
-    assert keeps("snapkv", keys, [[1.0]] * 9, budget=5) == [3, 4, 5, 6, 8]
+    for name in ("snapkv", "snapkv-max"):
+        assert keeps(name, keys, [[1.0]] * 9, budget=5) == [3, 4, 5, 6, 8]
+
+
+def test_the_two_ways_to_pool_the_query_heads_of_a_kv_head():
+    """Two query heads, whose logits for three older keys and the window's own are these, by hand."""
+    first, second = torch.tensor([4.0, 1, 1, 2]).log(), torch.tensor([1.0, 3, 1, 3]).log()
+    parts = {
+        "keys": torch.stack([first, second], dim=1)[None, None] * 2**0.5,  # (1, 1, 4, 2)
+        "queries": torch.eye(2)[None, :, None],  # (1, 2, 1, 2)
+        "positions": torch.arange(4).int()[None, None],
+    }
+    held = Held(parts, slice(1), seen=torch.tensor([4]), recent=1)
+    mean, largest = (score(held, kernel=1)[0, 0, :3] for score in (snapkv_mean, snapkv_max))
+    assert torch.allclose(mean, torch.tensor([4 + 1, 1 + 3, 1 + 1]) / 16)  # of 4, 1, 1 and of 1, 3, 1, all of 8
+    assert torch.allclose(largest, torch.tensor([4, 3, 1]) / 8)  # of the largest logits, the window's own left out
 
 
 def test_random_draws_once_per_key():
@@ -424,8 +479,9 @@ def test_random_draws_once_per_key():
 
 def test_random_draws_are_uniform_and_apart_for_rows_layers_heads_and_positions():
     """The hash behind `random`: right moments, and no two streams alike."""
-    places = torch.arange(1000).expand(2, 2, -1)
-    draws = torch.cat([uniform_hash(torch.tensor([5, 6]), layer, places).flatten(0, 1) for layer in (0, 1)])
+    parts = {"seeds": torch.tensor([5, 6]), "positions": torch.arange(1000).int().expand(2, 2, -1)}
+    both = (COMPRESSORS["random"].score(Held(parts, slice(2), torch.tensor([1000] * 2), 1, layer)) for layer in (0, 1))
+    draws = torch.cat([draws.flatten(0, 1) for draws in both])
     assert draws.min() >= 0 and draws.max() < 1
     assert abs(float(draws.mean()) - 1 / 2) < 0.02 and abs(float(draws.var()) - 1 / 12) < 0.01
     correlation = torch.corrcoef(draws)  # 8 streams of 1000 draws
@@ -438,12 +494,18 @@ def test_random_draws_are_uniform_and_apart_for_rows_layers_heads_and_positions(
 def test_pyramid_budgets_fall_linearly_with_the_same_sum(budget, layers, window):
     """PyramidKV 2406.02069, at the same memory as the others; no layer below its window and one more key."""
     budgets = pyramid_budgets(budget, layers, window)
-    last = max(budget / 20, window + 1) if layers > 1 else budget
+    last = window + max((budget - window) // 20, 1) if layers > 1 else budget
     ideal = torch.linspace(2 * budget - last, last, layers, dtype=torch.float64)
     assert sum(budgets) == layers * budget
     assert (torch.tensor(budgets) - ideal).abs().max() <= 1
     assert budgets == sorted(budgets, reverse=True)
-    assert min(budgets) > window
+    assert budgets[-1] == last > window
+
+
+@pytest.mark.parametrize(("budget", "budgets"), [(72, [134, 92, 51, 11]), (512, [992, 671, 352, 33])])
+def test_pyramid_divides_what_lies_beyond_the_window(budget, budgets):
+    """The public code divides budget - window by beta, 64 / 20 = 3 and 504 / 20 = 25, and adds the window of 8."""
+    assert pyramid_budgets(budget, layers=4, window=8) == budgets
 
 
 def test_a_cache_does_not_change_the_settings_of_the_next():
@@ -509,7 +571,7 @@ def test_layers_of_equal_length_share_one_plan_per_step():
 
 
 @pytest.mark.parametrize("rows", [4, 3])
-@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "rkv"])
+@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "snapkv-max", "rkv"])
 def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
     """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines never exist whole.)"""
     B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16
@@ -554,7 +616,7 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentenc
             "2 numbers of at least 9, with the sum 24, not .12",
         ),
         ({"layer_budgets": lambda budget, layers, window: [budget + 1] * 2}, "with the sum 24, not .13, 13"),
-        ({"score": snapkv}, "nothing is kept as queries for this policy: say queries=True"),
+        ({"score": snapkv_mean}, "nothing is kept as queries for this policy: say queries=True"),
         ({"score": h2o}, "nothing is kept as attention for this policy: say attention=True"),
         ({"score": lambda held: held.keysteps}, "nothing is kept as keysteps for this policy"),
     ],
@@ -572,7 +634,7 @@ def test_a_policy_declared_wrongly_is_refused_with_a_sentence(policy, sentence, 
 def test_default_settings_work_together(compressor):
     """R-KV 7: budget 512, buffer 128, window 8 are accepted for every compressor."""
     cache = cache_for(tiny_model().config, 1, 700, compressor=compressor)
-    assert cache[0].slots == {"full": 700, "pyramidkv": 999 + 128}.get(compressor, 640)
+    assert cache[0].slots == {"full": 700, "pyramidkv": 991 + 128}.get(compressor, 640)
 
 
 def test_many_tokens_are_refused_by_a_cache_that_is_not_empty():
