@@ -259,13 +259,13 @@ NO_UNIT = re.compile(  # words that change the number before them, and a letter 
     r"|double|below|negative|minus|plus|over|infinity)s?(?![a-z])|percents?\W+\w|\{(?-i:[^mgshLNJWVCF])\}$"
 )
 THOUSANDS = r"(?<![0-9,.])[1-9][0-9]{0,2}(?:(?:,\s*\\!\s*|\{,\}|\\,|,(?!.*(?:[)\]]|\\\})))[0-9]{3})+(?!,?[0-9])"
-CAPITALS = r"(?<![\\a-zA-Z])(?:[A-Z](?=[a-z]{2})|(?:YES|NO|No|TRUE|FALSE)(?![a-zA-Z=]))"
+CAPITALS = r"(?<![\\a-zA-Z])(?:[A-Z](?=[a-z]{2})|(?:YES|NO|No|TRUE|FALSE)(?![a-zA-Z]))"
 SPACES = r"(\\[a-zA-Z]+ (?=\s*[a-zA-Z])|[0-9] (?=\s*[0-9])|[a-zA-Z]{2} (?=[a-zA-Z]{2}))|\s"
 SCALED = r"(?<=[0-9])\\(?:times|cdot)10\^(?:\{(-?[0-9]{2,3}|-[0-9])\}|([0-9])(?![0-9]))"
 CONSTANT = r"(?<![0-9a-zA-Z.}^_])((?:[0-9. ]|\\frac|\\sqrt|\{[0-9]+\})+)"
 BARE_UNIT = rf"((?<=[0-9)}}])|(?<=\\pi ))((?:{UNITS})(?:e?s)?(?:[ /](?:{UNITS})(?:e?s)?)*)(?![a-zA-Z])"
 REWRITES = [  # name, pattern, replacement, example; applied in this order
-    ("Markdown around all", r"^(\*\*?|__?|`)((?:(?!\1).)+)\1$", r"\2", "**5** -> 5"),
+    ("Markdown around all", r"^(\*\*?|__?|`)(.+)\1$", r"\2", "**5** -> 5"),
     ("thousands", THOUSANDS, lambda number: re.sub("[^0-9]", "", number[0]), "1,200 -> 1200"),
     ("space", r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " ", r"1\quad2 -> 1 2"),
     ("root sign", "√ ?([0-9]+)", r"\\sqrt{\1}", r"√25 -> \sqrt{25}"),
@@ -290,7 +290,7 @@ NAME = re.compile(  # x=  x_1=  f(x)=  f^{-1}(x)=  AB=  \angle ABC=  area=  (x,y
     r"(?:=|\\in(?![a-z]) ?)"
 )
 UNIT = re.compile(  # a constant, then its unit
-    r"((?:[^a-zA-Z\\]|\\(?:frac|sqrt|pi)(?![a-z])|(?<=[0-9])e)+)"
+    r"((?:[^a-zA-Z\\]|\\(?:frac|sqrt|pi)(?![a-z])|e)+)"
     r"((?:/?\\text\{[a-zA-Z0-9./^ -]+\}(?:\^[0-9]|\^\{-[0-9]\})?)+)"
 )
 NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
@@ -389,7 +389,7 @@ def is_statement(text: str, members: tuple[Parsed, ...]) -> bool:
     """Do `and`, `or` say more than a comma? Not in 5 or 9, but in x<1 or x>3, x=1 or y=2, 5 minutes and 3 seconds."""
     names, units = ({getattr(member, field) for member in members} - {""} for field in ("name", "unit"))
     symbols = "".join(top + bottom for member in members for _, top, bottom in member.terms)
-    letters = re.search("[a-df-hj-zA-Z]", re.sub(r"\\pi|\\sqrt|\\infty", "", symbols))  # e and i are numbers
+    letters = re.search("[a-df-hj-zA-Z]", re.sub(r"\\pi|\\sqrt", "", symbols))  # e and i are numbers
     return bool(re.search(r"\\(?:and|or)", text) and (letters or len(units) > 1 or (len(names) > 1 and r"\or" in text)))
 
 
@@ -403,7 +403,7 @@ def parse(text: str) -> Parsed:
         return collect(r"\cup", pieces)
     if match := NAME.match(text):
         rest = parse(text[match.end() :])
-        return rest._replace(name=f"{match[1]}={rest.name}".removesuffix("="))
+        return rest._replace(name=f"{match[1]}={rest.name}")
     match = re.fullmatch(r"(\\?[\[({])(.*[^\\])(\\?[\])}])", text)
     if match and (pieces := split(match[2], ",")):
         kind = match[1] + match[3]

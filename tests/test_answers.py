@@ -239,6 +239,13 @@ LOOK_ALIKES = [  # each group's members differ from one another
     [r"2\pi hr", r"2\pi"],
     ["", "1", "-", "0"],
     ["0x", "0", "0y"],
+    [r"\frac{\frac{x}{y}}{2}", r"\frac{x}{2}", r"\frac{x}{\frac{y}{2}}"],
+    ["NOP", "noP"],
+    [r"\frac{x}{\frac{y}{z}}", r"\frac{x}{y}", r"\frac{x}{z}"],
+    ["0.33..", "0.33", "0.33..."],
+    ["1,2000", "12000", "1,200"],
+    ["1,200,30", "1200,30"],
+    ["*5", "5", "5*"],
     [r"\frac{5!}{2}", r"\frac{5}{2}", "5/2!"],
 ]
 LOOK_DIFFERENT = [  # each group's members are equal
@@ -294,6 +301,9 @@ LOOK_DIFFERENT = [  # each group's members are equal
     ["x=1 or x=2", "1, 2", "x = 1, 2", "x=2, x=1", r"x=1\text{ or }2"],
     ["2, 3, and 4", r"2, 3\text{, and }4", r"2, 3, \text{ and } 4", "4,2,3"],
     ["AB=9 and CD=4", "AB=9, CD=4"],
+    ["1+i or 1-i", "1-i, 1+i"],
+    ["NO=5", "5"],
+    [r"\sqrt{2} \text{ or } -\sqrt{2}", r"-\sqrt2, \sqrt2", r"\pm\sqrt 2"],
     [r"60\text{ miles per hour}", "60 miles per hour", "60"],
     [r"5\text{ square feet}", "5 square feet", "5"],
     [r"\text{5 cm}", r"5\text{ cm.}", "5cm", "5"],
