@@ -254,217 +254,237 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
 
 # ------------------------------------------------------------------------------------------------------- answers
 
-LONGEST_ANSWER = 1000  # characters; a longer answer equals only itself
-DEEPEST = 8  # brackets in brackets; what lies deeper is compared as text
-RELATION = r"(?s:.*)(?:[<>]|\\(?:[lg][et]|ne|equiv|(?:not)?in)(?![a-z]))"  # of two of them, `and` is not `or`
-BEFORE = r"(^|[-+=(\[,]|\\pm)\s*"  # what may stand before a term
-IRRATIONAL = r"(\\pi|\\sqrt\s*(?:\{[^{}]*\}|[0-9]))(?=\s*(?:[.,;]?$|[,)\]]))"  # at the end of an answer or a member
-REWRITES = [  # (pattern, replacement), in this order: what only shows goes, one spelling stands for all
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\$", ""),
-    (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " "),
-    (r"\\(?:text(?:bf|it|rm|normal)?|[mh]box|math(?:rm|bf|it)|operatorname)\s*\{", r"\\text{"),
-    (r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
-    (r"\\text\{(\s*|\s*,?\s*(?:and|or)\s*)\}", r" \1 "),
-    (rf"(?:,\s*|(?<=[0-9}})\]])\s*|(?<=\\circ)\s*|(?<=\\pi)\s*)(?:and|or)(?![a-zA-Z]|{RELATION})", ","),  # 5 or 9: 5,9
-    (r"(?<![\\a-zA-Z])[A-Z](?=[a-z]{2})", lambda match: match[0].lower()),  # Even: even
-    (r"(?<=[0-9}])\s*\\(?:cdot|times)(?![a-zA-Z])\s*(?=\\sqrt|\\pi|(?!e[-+0-9])[a-zA-Z])", ""),  # 2 \cdot \pi: 2\pi
-    (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
-    (r"\\mid(?![a-zA-Z])", "|"),
-    (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac\1\2"),
-    (rf"{BEFORE}\\frac(?:\{{1\}}|1)(\{{[0-9]+\}}|[0-9])\s*{IRRATIONAL}", r"\1\\frac{\3}\2"),  # \frac12\pi: \frac\pi2
-    (rf"{BEFORE}\\frac(?:\{{([0-9]+)\}}|([0-9]))(\{{[0-9]+\}}|[0-9])\s*{IRRATIONAL}", r"\1\\frac{\2\3\5}\4"),
-    (  # \frac{-a}{b}: -\frac ab
-        r"(^|[(\[,=])\s*\\frac\s*\{\s*-((?:[0-9a-zA-Z]|\\pi|\\sqrt\s*\{[^{}]*\})+)\}(\{[^{}]*\}|[0-9])(?![!^])",
-        r"\1-\\frac{\2}\3",
-    ),
-    (r"\s*([{}])\s*", r"\1"),
-    (r"(?<!\\)(?<!\\text)\{([a-zA-Z]|\\[a-zA-Z]+)\}", r" \1 "),  # \cos{x}: \cos x
-    (r"(?<!\\)(?<!\\text)\{([0-9])\}", r"\1"),  # \frac{1}{2}: \frac12, x^{2}: x^2
-    (r"\s+", " "),
-    (r"(\\[a-zA-Z]+ (?=[a-zA-Z])|[0-9] (?=[0-9]))| ", r"\1"),  # some spaces separate: \pi r, and 1 2 is not 12
-    (r"(?<![0-9.])([0-9]+)\.0+(?![0-9]|\.[0-9])", r"\1"),  # 1.0: 1
-    (r"(?<![0-9.])([0-9]*\.[0-9]*[1-9])0+(?![0-9]|\.[0-9])", r"\1"),  # 1.50: 1.5
-    (r"\^\\prime", "'"),
-    (r"(?<![.,])[.,;]$", ""),
+LONGEST_ANSWER = 300  # characters; a longer answer equals only itself, and what is nested stays shallow
+SPELLINGS = {  # the spelling of a token: others of it
+    "": r"\left \right \displaystyle \big \bigl \bigr \Big \Bigl \Bigr \bigg \biggl \biggr \Bigg \Biggl \Biggr $",
+    r"\frac": r"\dfrac \tfrac \cfrac",
+    r"\text": r"\textbf \textit \textrm \textnormal \mbox \hbox \mathrm \mathbf \mathit \boldsymbol \bm \operatorname",
+    r"\text{percent}": r"\% %",
+    r"\and": "and",
+    r"\or": "or",
+    r"\{": r"\lbrace",
+    r"\}": r"\rbrace",
+    r"\le": r"\leq \leqslant",
+    r"\ge": r"\geq \geqslant",
+    r"\ne": r"\neq",
+    r"\emptyset": r"\varnothing",
+    "|": r"\mid",
+    "dollar": "USD",
+}
+SIGNS = r"−- –- ±\pm ×\times ∪\cup ∞\infty π\pi ≤\le ≥\ge ≠\ne ∅\emptyset °^\circ"  # a character and what it stands for
+STANDARD = {other: one for one, others in SPELLINGS.items() for other in others.split()}
+STANDARD |= {sign[0]: f"{sign[1:]} " for sign in SIGNS.split()}
+UNITS = (  # in the singular; SYMBOLS are units only in \text
+    "[cmk]m|kg|mph|inch|foot|feet|yard|mile|(?:centi|milli|kilo)?(?:meter|gram)|pound|ounce|ton|liter|gallon|cup|acre"
+    "|second|minute|hour|day|week|month|year|dollar|cent|percent|degree|unit|square|cubic|per|way|people|point"
+)
+SYMBOLS = "[mgshLNJWVCF]|in|ft|lb|oz|hr|min|sec|yd|mi|sq|cu|m[lLg]|gm|erg|rad|radian|Hz|Pa"
+NO_UNIT = re.compile(  # words that change the number before them, and a letter that may be a factor
+    r"(?i)illion|hundred|thousand|(?<!mon|.pa|.ba)ths?\b|\b(?:third|quarter|half|halve|ten|dozen|gross|score|lakh|crore"
+    r"|[mb]il|[mbt]l?n|repeating|recurring|binary|octal|hex(?:adecimal)?|base|mod|squared|cubed|factorial|root|power|pi"
+    r"|double|below|negative|minus|plus|over|infinity)s?(?![a-z])|percents?\W+\w|\{(?-i:[^mgshLNJWVCF])\}$"
+)
+THOUSANDS = r"(?<![0-9,.])[1-9][0-9]{0,2}(?:(?:,\s*\\!\s*|\{,\}|\\,|,(?!.*(?:[)\]]|\\\})))[0-9]{3})+(?!,?[0-9])"
+CAPITALS = r"(?<![\\a-zA-Z])(?:[A-Z](?=[a-z]{2})|(?:YES|NO|No|TRUE|FALSE)(?![a-zA-Z]))"
+SPACES = r"(\\[a-zA-Z]+ (?=\s*[a-zA-Z])|[0-9] (?=\s*[0-9])|[a-zA-Z]{2} (?=[a-zA-Z]{2}))|\s"
+SCALED = r"(?<=[0-9])\\(?:times|cdot)10\^(?:\{(-?[0-9]{2,3}|-[0-9])\}|([0-9])(?![0-9]))"
+CONSTANT = r"(?<![0-9a-zA-Z.}^_])((?:[0-9. ]|\\frac|\\sqrt|\{[0-9]+\})+)"
+BARE_UNIT = rf"((?<=[0-9)}}])|(?<=\\pi ))((?:{UNITS})(?:e?s)?(?:[ /](?:{UNITS})(?:e?s)?)*)(?![a-zA-Z])"
+REWRITES = [  # name, pattern, replacement, example; applied in this order
+    ("Markdown around all", r"^(\*\*?|__?|`)(.+)\1$", r"\2", "**5** -> 5"),
+    ("thousands", THOUSANDS, lambda number: re.sub("[^0-9]", "", number[0]), "1,200 -> 1200"),
+    ("space", r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~", " ", r"1\quad2 -> 1 2"),
+    ("root sign", "√ ?([0-9]+)", r"\\sqrt{\1}", r"√25 -> \sqrt{25}"),
+    ("capitals", CAPITALS, lambda word: word[0].lower(), "Even -> even"),
+    ("text of no words", r"\\text ?\{\s*(,?\s*\\(?:and|or))?\s*\}", r" \1 ", r"1\text{ }2 -> 1  2"),
+    ("one in braces", r"(?<!\\)(?<!\\text)\{\s*([0-9a-zA-Z]|\\[a-zA-Z]+)\s*\}", r" \1 ", r"\cos{x}y -> \cos x y"),
+    ("spaces but these", SPACES, r"\1", r"\pi r + 1 -> \pi r+1"),
+    ("space after an index", r"([_^][0-9]) ", r"\1", r"\log_2 3 -> \log_23"),
+    ("bare exponent", r"\^(-[0-9]+)", r"^{\1}", "10^-12 -> 10^{-12}"),
+    ("power of ten", r"(?<![0-9a-zA-Z.{}^_])10\^(?=\{?-?[0-9])", r"1\\times10^", r"10^3 -> 1\times10^3"),
+    ("scientific", SCALED, r"e\1\2", r"2\times10^3 -> 2e3"),
+    ("product sign", rf"{CONSTANT}\\(?:cdot|times) ?(?=\\sqrt|\\pi|(?!e[-0-9])[a-zA-Z])", r"\1", r"2\cdot\pi -> 2\pi"),
+    ("prime", r"\^\\prime ?", "'", r"y^\prime -> y'"),
+    ("end", r"(?<![.,])[.,;](\}?)$", r"\1", "5. -> 5"),
+    ("text after no number", r"(?<![0-9)}i/])\\text\{([^{}]*)\}", r"\1", r"\text{odd} -> odd"),
+    ("degree", r"\^\\circ ?", r"\\text{degree}", r"90^\circ -> 90\text{degree}"),
+    ("dollar", r"\\\$([0-9.]+)|(?<=[0-9])\\\$", r"\1\\text{dollar}", r"\$5 -> 5\text{dollar}"),
+    ("unit", BARE_UNIT, r"\\text{\2}", r"5cm -> 5\text{cm}"),
 ]
-UNICODE = str.maketrans(
-    {"−": "-", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "∪": r"\cup "}
-    | {"∅": r"\emptyset ", "≤": r"\le ", "≥": r"\ge "}
-)
-SYMBOL = r"(?:[a-zA-Z]|\\[a-z]+)"
 NAME = re.compile(  # x=  x_1=  f(x)=  f^{-1}(x)=  AB=  \angle ABC=  area=  (x,y)=  x\in
-    rf"({SYMBOL}(?:\^\{{-1\}}(?=\())?(?:_\w|_\{{\w+\}})?(?:\([a-zA-Z]\))?|(?:\\angle ?)?[A-Z]{{1,3}}"
-    rf"|(?!not|minus)[a-z]{{3,}}|\({SYMBOL}(?:,{SYMBOL})+\))(?:=|\\in(?![a-z]) ?)"
+    r"((?:\\angle ?)?(?!not|minus)\\?[a-zA-Z]+(?:\^\{-1\}(?=\())?(?:_\w|_\{\w+\})?(?:\(-?\w+\))?|\([a-zA-Z\\, ]+\))"
+    r"(?:=|\\in(?![a-z]) ?)"
 )
-NO_UNITS = (  # words that change the number before them
-    r"[a-z]*(?:hundred|thousand|illion|below|negative|minus|infinity)|lakh|crore|dozen|score|tens\}|half|halves|third"
-    r"|quarter|(?!month|bath|path|cloth|booth)[a-z]+ths?(?:of|\})|[A-Z]*ILLION|[mM]il(?!e|li|k)|[mMbBtT]l?n|squared"
-    r"|cubed|factorial|pi\}|plus|over|root|sqrt|power|double|and|or(?!ange)|base|choose|mod"
+UNIT = re.compile(  # a constant, then its unit
+    r"((?:[^a-zA-Z\\]|\\(?:frac|sqrt|pi)(?![a-z])|e)+)"
+    r"((?:/?\\text\{[a-zA-Z0-9./^ -]+\}(?:\^[0-9]|\^\{-[0-9]\})?)+)"
 )
-WORDS = "[cmk]m|kg|mph|inch(?:es)?|foot|feet|yard|mile|meter|second|minute|hour|day|week|month|year|dollar|cent"
-UNIT = re.compile(  # (a constant)(units, at its end): \%, \$, or several of \text{...}, ^\circ and WORDS
-    r"((?:[-+/0-9.,{}()^ ]|\\(?:frac|sqrt|pi|times|cdot)(?![a-z]))*(?:[0-9})]|\\pi))"
-    rf"(\\?%|\\\$|(?:/?(?:\\text\{{(?!{NO_UNITS})(?:(?:[a-zA-Z./]|\^-?[0-9]){{2,}}|[mgshLNJWVCF])\}}"
-    rf"|\^\\circ|(?:{WORDS}|degree|percent)s?)(?:\^[0-9]|\^\{{-?[0-9]\}})?)+)"
-)
-UNIT_NAMES = {"degree": r"^\circ", "percent": "%", r"\%": "%", r"\$": "dollar", "USD": "dollar", "rad": "radian"}
-DECIMAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
-NUMBER = re.compile(  # (sign)(whole of a mixed number)(top)/(bottom); the exponent has at most three digits
-    rf"([+-]?)(?:([0-9]+) (?=[0-9]+/[0-9]+$))? ?([+-]?{DECIMAL}(?:[eE][+-]?[0-9]{{1,3}})?)(?:/([+-]?{DECIMAL}))?"
-)
+NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
+FACTOR = r"(?:(?:[a-zA-Z]|\\pi ?|\\sqrt ?(?:[0-9a-z]|\{[^{}]*\})|\([^()]*\))(?:[_^](?:\w|\{[^{}]*\}))*[!']*)"
+ARGUMENT = r" ?(\{(?:[^{}]|\{[^{}]*\})*\}|[0-9a-zA-Z]|\\[a-zA-Z]+)"
+TERM = re.compile(rf"(?![+-]?$)([+-]?)({NUMBER}|)(?: ?\\frac{ARGUMENT}{ARGUMENT} ?)?({FACTOR}*)")  # 1\frac{1}{2}\pi r
+SLASH = re.compile(rf"^([+-]?(?:[0-9]+ )?)(\([^()]*\)|(?:[0-9.]|{FACTOR})+)/(-?[0-9.]+|[a-zA-Z]|\\[a-z]+)$")  # 1 1/2
+
+
+def conclusion(response: str) -> str:
+    """What stands after the last </think>; nothing if one is left open, but all if only the prompt opened one."""
+    text = response.rpartition("</think>")[2]
+    return "" if "<think>" in text else text
 
 
 def extract_answer(response: str) -> str | None:
-    """The content of the last complete \\boxed{...}, braces balanced; None if there is none. Linear in the text."""
+    """The content of the conclusion's last complete \\boxed{...}, None without one; \\{ and \\} balance nothing."""
+    text = conclusion(response)
     opened, last = [], (0, 0)  # where the content of each open box begins, 0 for other braces; the last box's content
-    for brace in re.finditer(r"(\\boxed\s*)?([{}])", response):
+    for brace in re.finditer(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*)?([{}])", text):
         if brace[2] == "{":
             opened.append(brace.end() if brace[1] else 0)
-        elif opened and (start := opened.pop()) > last[0]:
+        elif brace[2] and opened and (start := opened.pop()) > last[0]:
             last = start, brace.end() - 1
-    return response[slice(*last)].strip() if last[1] else None
+    return text[slice(*last)].strip() if last[1] else None
 
 
 def box_or_last_number(response: str) -> str | None:
-    """The last boxed answer, else the last number of the text: the paper's evaluation, never the reward."""
+    """The last boxed answer, else the last number of the conclusion: the paper's evaluation, never the reward."""
     if (boxed := extract_answer(response)) is not None:
         return boxed
     number = r"(?<![0-9a-zA-Z)}.])[-−]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    return (re.findall(number, response) or [None])[-1]
+    return (re.findall(number, conclusion(response)) or [None])[-1]
 
 
 EXTRACTORS = {"boxed": extract_answer, "last-number": box_or_last_number}
 
 
 def normalise(text: str) -> str:
-    """The text after all REWRITES. A bare comma groups thousands outside brackets only: (1,200) is a pair."""
-    text = re.sub("√ ?([0-9]+)", r"\\sqrt{\1}", text).translate(UNICODE)
-    comma = r",\s*\\!\s*|\{,\}|\\," + ("" if re.search(r"[()\[\]]|\\\{", text) else "|,")
-    thousands = rf"(?<![0-9,.])[1-9][0-9]{{0,2}}(?:(?:{comma})[0-9]{{3}})+(?!,?[0-9])"
-    text = re.sub(thousands, lambda match: re.sub("[^0-9]", "", match[0]), text)
-    for pattern, replacement in REWRITES:
+    """One spelling for what looks the same: SPELLINGS, then REWRITES."""
+    tokens = re.findall(r"(?s)\\[a-zA-Z]+|\\.|[a-zA-Z]+|.", text)
+    text = "".join(STANDARD.get(token, token) for token in tokens)
+    for _, pattern, replacement, _ in REWRITES:
         text = re.sub(pattern, replacement, text)
     return text
 
 
-def exact_value(text: str) -> Fraction | None:
-    """The exact value of a normalised integer, decimal, fraction, mixed number or a*10^n; None for anything else."""
-    text = re.sub(r"\\frac(?:([0-9])|\{([^{}]*)\})(?:([0-9])|\{([^{}]*)\})(?![0-9.])", r" \1\2/\3\4", text)
-    text = re.sub(r"^([+-]?)10\^", r"\g<1>1\\times10^", text)
-    text = re.sub(r"\\(?:times|cdot)10\^(?:\{([+-]?[0-9]+)\}|([0-9])(?![0-9]))", r"e\1\2", text)
-    match = NUMBER.fullmatch(text)
-    if match is None or (match[4] and not Fraction(match[4])):
-        return None
-    return (-1 if match[1] == "-" else 1) * (int(match[2] or 0) + Fraction(match[3]) / Fraction(match[4] or 1))
+def term(text: str) -> tuple[Fraction, str, str]:
+    """(number, top, bottom) for number * top / bottom: (1/2, "\\pi", ""). What is no such product is one (top)."""
+    match = TERM.fullmatch(SLASH.sub(r"\1\\frac{\2}{\3}", text))
+    if match is None:
+        return Fraction(1), f"({text})", ""
+    sign, number, *arguments, factors = match.groups()
+    if arguments == [None, None]:
+        return Fraction(f"{sign}{number or 1}"), factors, ""
+    (a, top, above), (b, bottom, below) = (term(re.sub(r"^\{(.*)\}$", r"\1", argument)) for argument in arguments)
+    mixed = re.fullmatch("[0-9]+[0-9{}]+", number + "".join(arguments))
+    if above or below or b == 0 or (number and not mixed):  # \frac{x}{0}, 2\frac{x}{3}
+        return Fraction(1), f"({text})", ""
+    return int(sign + "1") * (int(number or 0) + a / b), top + factors, bottom
 
 
 def split(text: str, separator: str) -> list[str]:
     """The pieces between separators outside all brackets; none if a bracket closes that did not open."""
     pieces, start, depth = [], 0, 0
-    for place, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
+    for token in re.finditer(rf"[(\[{{]|[)\]}}]|({separator})", text):
+        if token[1] is None:
+            depth += 1 if token[0] in "([{" else -1
+        elif depth == 0:
+            pieces.append(text[start : token.start()])
+            start = token.end()
         if depth < 0:
             return []
-        if depth == 0 and place >= start and text.startswith(separator, place):
-            pieces.append(text[start:place])
-            start = place + len(separator)
     return [*pieces, text[start:]]
 
 
-class Answer(typing.NamedTuple):
-    """An answer taken apart: what stands before `=`, the unit, and a value or, for this kind of group, its members.
+class Parsed(typing.NamedTuple):
+    """An answer taken apart: what stands before `=`, the unit, and the terms of a sum or, of a group, its members."""
 
-    The order of members matters but in sets, lists and unions.
-    """
-
-    value: Fraction | str = ""
+    terms: tuple = ()
     name: str = ""
     unit: str = ""
     kind: str = ""  # "{}" set or list, "\\cup" union, "()" "[)" "(]" "[]" tuple or interval, "matrix", "row"
     members: tuple = ()
 
 
-def group(kind: str, pieces: list[str], depth: int) -> Answer:
+def collect(kind: str, pieces: list[str]) -> Parsed:
     """The pieces as members; a set of one is its member."""
     if kind == "{}":  # {1 \pm 2, 5} has three members
         pieces = [re.sub(r"\\pm ?", sign, piece) for piece in pieces for sign in "+-"[: piece.count(r"\pm") + 1]]
-    members = tuple(parse(piece, depth + 1) for piece in pieces)
-    return members[0] if kind == "{}" and len(members) == 1 else Answer(kind=kind, members=members)
+    members = tuple(map(parse, pieces))
+    return members[0] if kind == "{}" and len(members) == 1 else Parsed(kind=kind, members=members)
 
 
-def parse(text: str, depth: int = 0) -> Answer:
+def is_statement(text: str, members: tuple[Parsed, ...]) -> bool:
+    """Do `and`, `or` say more than a comma? Not in 5 or 9, but in x<1 or x>3, x=1 or y=2, 5 minutes and 3 seconds."""
+    names, units = ({getattr(member, field) for member in members} - {""} for field in ("name", "unit"))
+    symbols = "".join(top + bottom for member in members for _, top, bottom in member.terms)
+    letters = re.search("[a-df-hj-zA-Z]", re.sub(r"\\pi|\\sqrt", "", symbols))  # e and i are numbers
+    return bool(re.search(r"\\(?:and|or)", text) and (letters or len(units) > 1 or (len(names) > 1 and r"\or" in text)))
+
+
+def parse(text: str) -> Parsed:
     """Take a normalised answer apart: the first rule that applies, then the rules again on what it leaves."""
-    if depth > DEEPEST:
-        return Answer(text)
     text = text.strip().removeprefix("+")
-    for separator, kind in ((",", "{}"), (r"\cup", r"\cup")):
-        if len(pieces := split(text, separator)) > 1:
-            return group(kind, pieces, depth)
+    if len(pieces := split(text, r",?\\and|,?\\or|,")) > 1:
+        found = collect("{}", pieces)
+        return Parsed(((Fraction(1), text, ""),)) if is_statement(text, found.members) else found
+    if len(pieces := split(text, r"\\cup")) > 1:
+        return collect(r"\cup", pieces)
     if match := NAME.match(text):
-        rest = parse(text[match.end() :], depth + 1)
-        return rest._replace(name=f"{match[1]}={rest.name}".removesuffix("="))
+        rest = parse(text[match.end() :])
+        return rest._replace(name=f"{match[1]}={rest.name}")
     match = re.fullmatch(r"(\\?[\[({])(.*[^\\])(\\?[\])}])", text)
     if match and (pieces := split(match[2], ",")):
         kind = match[1] + match[3]
         if kind in ("{}", r"\(\)", r"\[\]") or (kind == "()" and len(pieces) == 1):
-            return parse(match[2], depth + 1)
-        return group("{}" if kind == r"\{\}" else kind, pieces, depth)
+            return parse(match[2])
+        return collect("{}" if kind == r"\{\}" else kind, pieces)
     if match := re.fullmatch(r"\\begin\{[pb]matrix\}(.*?)(?:\\\\)?\\end\{[pb]matrix\}", text):
-        rows = [group("row", split(row, "&"), depth) for row in split(match[1], r"\\")]
-        return Answer(kind="matrix", members=tuple(rows))
+        rows = [collect("row", split(row, "&")) for row in split(match[1], r"\\\\")]
+        return Parsed(kind="matrix", members=tuple(rows))
     if text.count(r"\pm") == 1:
-        return group("{}", [text], depth)
-    if match := re.fullmatch(r"(-?)(?:\\\$|\\text\{\\\$\})(.+)", text):
-        return parse(match[1] + match[2], depth + 1)._replace(unit="dollar")
-    if match := UNIT.fullmatch(text):
-        unit = re.sub(r"\\text|[{}]|(?<=[a-z]{2})s\}?$", "", match[2])
-        return parse(match[1], depth + 1)._replace(unit=UNIT_NAMES.get(unit, unit))
+        return collect("{}", [text])
+    if (match := UNIT.fullmatch(text)) and not NO_UNIT.search(match[2]):
+        unit = re.sub(r"\\text|[{}.]|(?<=ch)es\b|(?<=[a-z]{2})s\b", "", match[2])
+        return parse(match[1])._replace(unit=unit)
     if r"\text{" in text:
-        return parse(re.sub(r"\\text\{([^{}]*)\}", r"\1", text), depth + 1)
-    if (value := exact_value(text)) is not None:
-        return Answer(value)
-    match = re.fullmatch(r"(-?)((?:[0-9a-zA-Z^{}!]|\\pi|\\sqrt|\([^()]*\))+)/([0-9]+|[a-zA-Z]|\\[a-z]+)", text)
-    return Answer(normalise(r"{}\frac{{{}}}{{{}}}".format(*match.groups())) if match else text)  # n/2: \frac n2
+        return parse(re.sub(r"\\text\{([^{}]*)\}", r"\1", text))
+    whole = term(text)
+    return Parsed((whole,) if whole[1] != f"({text})" else tuple(map(term, split(text, "(?<=.)(?=[-+])"))))
 
 
-def same(a: Answer, b: Answer) -> bool:
-    """A name or unit may be left out, not changed. 50\\% is 50 with a unit, and 1/2."""
+def agree(a: Parsed, b: Parsed) -> bool:
+    """Is the answer a the reference b? A name or a unit may be left out, not changed, and a known unit added."""
     if a.kind != b.kind or len(a.members) != len(b.members):
         return False
     if any(x and y and x != y for x, y in ((a.name, b.name), (a.unit, b.unit))):
         return False
-    if isinstance(a.value, Fraction) and isinstance(b.value, Fraction) and a.unit != b.unit:
-        hundredths = a.value == 100 * b.value if a.unit == "%" else b.unit == "%" and b.value == 100 * a.value
-        return hundredths or a.value == b.value
-    if a.kind not in ("{}", r"\cup") or named(a) != named(b):  # x=1, y=2 is 1, 2 and not 2, 1
-        return a.value == b.value and all(map(same, a.members, b.members))
+    if not b.unit and not re.fullmatch(rf"(?:\b(?:{UNITS}|{SYMBOLS})\b|[^a-zA-Z])*", a.unit):
+        return False
+    scale = Fraction(100) ** ((b.unit == "percent") - (a.unit == "percent"))  # 50\% is 50, and 1/2
+    if b.terms not in (a.terms, tuple((scale * number, *rest) for number, *rest in a.terms)):
+        return False
+    names = [len({member.name for member in x.members} - {""}) for x in (a, b)]
+    if a.kind not in ("{}", r"\cup") or (max(names) > 1 and set(names) != {len(a.members)}):  # x=1, y=2 is not 2, 1
+        return all(map(agree, a.members, b.members))
     left = list(b.members)
     for member in a.members:
-        match = next((i for i, other in enumerate(left) if same(member, other)), None)
+        match = next((i for i, other in enumerate(left) if agree(member, other)), None)
         if match is None:
             return False
         del left[match]
     return True
 
 
-def named(a: Answer) -> bool:
-    """Every member has a name of its own."""
-    return len({member.name for member in a.members} - {""}) == len(a.members)
-
-
 def is_equal(answer: str, reference: str) -> bool:
     """Equal as exact numbers, else as LaTeX without what only shows; groups member by member.
 
-    Order matters in tuples and intervals, not in sets, unions and lists such as 1,2. Left out on purpose: symbolic
-    equality. 2(n-1) is not 2n-2 here, nor 2^{10} 1024: it takes a computer algebra system, which is slow and can hang.
+    Order matters in tuples and intervals, not in sets, unions and lists such as 1,2. Words after a number are its unit:
+    the answer may leave them out if they do not change the number, and add those that are known here. Left out on
+    purpose: symbolic equality. 2(n-1) is not 2n-2 here, nor 2^{10} 1024: it takes a computer algebra system, which is
+    slow and can hang.
     """
     a, b = answer.strip(), reference.strip()
     if a in (b, re.sub(r",\s+", ",", b)) or b == re.sub(r",\s+", ",", a):  # 70,110 may be the list 70, 110
         return True
-    if max(len(answer), len(reference)) > LONGEST_ANSWER:
-        return False
-    return same(parse(normalise(answer)), parse(normalise(reference)))
+    return max(len(a), len(b)) <= LONGEST_ANSWER and agree(parse(normalise(a)), parse(normalise(b)))
 
 
 def is_correct(response: str, answer: str, extract=extract_answer) -> bool:

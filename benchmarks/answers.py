@@ -4,9 +4,10 @@
     python benchmarks/answers.py --data FOLDER          # and real references: math500.jsonl, gsm8k.jsonl, ...
 
 Needs math-verify from requirements-dev.txt, which the project itself does not. A table counts on how many pairs two of
-the three agree: the label (set by hand), `is_equal`, math-verify; then every disagreement is listed. With --data, each
-worked solution that holds a box is judged against the answer of its row, and each reference in a box against itself;
-then each reference is respelled and changed by the RULES below, and the same table is made of those pairs, by rule.
+the three agree: the label (set by hand), `is_equal`, math-verify; then every disagreement is listed, the reference
+before the answer. With --data, each worked solution that holds a box is judged against the answer of its row, and each
+reference in a box against itself; then each reference is respelled and changed by the RULES below, and the same table
+is made of those pairs, by rule.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ RULES = {
     "decimal: point moved": (DECIMAL, False, lambda a, b: f"{a}{b[0]}.{b[1:]}5" if int(a + b) else None),
     "fraction: a/b": (FRACTION, True, lambda s, a, b: f"{s}{a}/{b}"),
     "fraction: 3a/3b": (FRACTION, True, lambda s, a, b: rf"{s}\dfrac{{{3 * int(a)}}}{{{3 * int(b)}}}"),
-    "fraction: decimal": (FRACTION, True, lambda s, a, b: decimal(s, Fraction(int(a), int(b)))),
+    "fraction: decimal": (FRACTION, True, lambda s, a, b: as_decimal(s, Fraction(int(a), int(b)))),
     "fraction: b/a": (FRACTION, False, lambda s, a, b: rf"{s}\frac{{{b}}}{{{a}}}" if a != b and int(a) else None),
     "fraction: (a + 1)/b": (FRACTION, False, lambda s, a, b: rf"{s}\frac{{{int(a) + 1}}}{{{b}}}"),
     "tuple: spaces": (TUPLE, True, lambda a, b: rf"\left( {a} , {b} \right)"),
@@ -91,7 +92,7 @@ RULES = {
 }  # fmt: skip
 
 
-def decimal(sign: str, x: Fraction) -> str | None:
+def as_decimal(sign: str, x: Fraction) -> str | None:
     """The sign and x as a decimal, None where it does not end."""
     return f"{sign}{float(x)}" if not 10**6 % x.denominator else None
 

@@ -1,7 +1,7 @@
-"""Which answers are found and which are equal (eval.py): the reward.
+"""Which answers are found and which are equal (task.py): the reward.
 
 answer_pairs.jsonl holds pairs made from the references of seven benchmarks, labelled by hand before the rules were
-written; benchmarks/answers.py compares them with math-verify.
+written: `a` is the reference, `b` an answer. benchmarks/answers.py compares them with math-verify.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-import task as answers
+import task
 from eval import EvalConfig
-from task import EXTRACTORS, LONGEST_ANSWER, extract_answer, is_correct, is_equal
+from task import EXTRACTORS, LONGEST_ANSWER, REWRITES, SIGNS, SPELLINGS, extract_answer, is_correct, is_equal, normalise
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("answer_pairs.jsonl").read_text().splitlines()]
 NOT_SEEN = {  # equal, but seen only by algebra, or by a guess
@@ -27,6 +27,12 @@ NOT_SEEN = {  # equal, but seen only by algebra, or by a guess
     (r"\cot x", r"\cot(x)"),
     ("18+2\\pi", r"2\pi + 18"),
     ("$2n-2$", "2(n-1)"),
+}
+UNLISTED = {  # equal, but the words of the answer are no unit that is known: they could change the number
+    ("3", r"3 \text{ bolts}"),
+    ("260", r"260\text{ sheep}"),
+    ("366", r"366\text{ downloads}"),
+    ("42", r"42\text{ positive divisors}"),
 }
 
 
@@ -42,11 +48,39 @@ NOT_SEEN = {  # equal, but seen only by algebra, or by a guess
         ("\\boxed {5}, or \\boxed\n{6}", "6"),
         ("the answer is 42", None),
         ("", None),
+        (r"First \boxed{1}. In all, \boxed{\left\{1, 2\right.}", r"\left\{1, 2\right."),
+        (r"\boxed{[0,1\}}", r"[0,1\}"),
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+        (r"\boxed{\{1, \{2\}}", r"\{1, \{2\}"),
+        (r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\{2}\end{pmatrix}"),
+        (r"so \\boxed{5}", "5"),
     ],
 )
 def test_the_answer_is_the_last_complete_box(response, answer):
-    """Braces are balanced; a box that never closes is none."""
+    """Braces are balanced, escaped ones are text; a box that never closes is none."""
     assert extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "box", "last_number"),
+    [
+        (r"<think>\boxed{5}</think> It is 6.", None, "6"),
+        (r"<think>\boxed{5}</think> It is \boxed{6}.", "6", "6"),
+        (r"<think>\boxed{5}</think> No. <think>\boxed{6}</think> \boxed{7}", "7", "7"),
+        (r"<think> It is \boxed{5}", None, None),
+        (r"\boxed{5} <think> or 6", None, None),
+        (r"It is \boxed{5}</think> It is \boxed{6}", "6", "6"),
+        (r"It is \boxed{5}</think> It is", None, None),
+        (r"It is \boxed{5}", "5", "5"),
+    ],
+)
+def test_an_answer_stands_after_the_thinking(response, box, last_number):
+    """After the last </think>, also where the prompt opened <think>; a <think> that is left open has no answer.
+
+    A response that is cut off in a <think> of its prompt holds neither tag and is judged as any text (the last row).
+    """
+    assert extract_answer(response) == box
+    assert EXTRACTORS["last-number"](response) == last_number
 
 
 def test_boxes_in_boxes_are_read_in_linear_time():
@@ -87,20 +121,21 @@ def test_pairs_are_many_and_from_all_benchmarks():
 
 
 def test_no_different_pair_is_equal():
-    """A wrong answer is never rewarded."""
-    assert [p for p in PAIRS if not p["equal"] and is_equal(p["a"], p["b"])] == []
+    """A wrong answer is never rewarded, whichever of the two is the reference."""
+    assert [p for p in PAIRS if not p["equal"] and (is_equal(p["b"], p["a"]) or is_equal(p["a"], p["b"]))] == []
 
 
 def test_all_equal_pairs_but_the_listed_ones_are_equal():
     """Those few that are not seen are known."""
-    assert {(p["a"], p["b"]) for p in PAIRS if p["equal"] and not is_equal(p["a"], p["b"])} == NOT_SEEN
+    assert {(p["a"], p["b"]) for p in PAIRS if p["equal"] and not is_equal(p["b"], p["a"])} == NOT_SEEN | UNLISTED
 
 
-def test_equality_is_symmetric_and_reflexive():
-    """Over all pairs: which of the two is the reference does not matter, and an answer equals itself."""
+def test_equality_is_reflexive_and_symmetric_but_for_unlisted_words():
+    """An answer equals itself; which of two is the reference matters only for words that are no known unit."""
     for pair in PAIRS:
         a, b = pair["a"], pair["b"]
-        assert is_equal(a, b) == is_equal(b, a) and is_equal(a, a) and is_equal(b, b)
+        assert is_equal(a, a) and is_equal(b, b)
+        assert is_equal(a, b) == (is_equal(b, a) or (a, b) in UNLISTED)
 
 
 LOOK_ALIKES = [  # each group's members differ from one another
@@ -167,6 +202,51 @@ LOOK_ALIKES = [  # each group's members differ from one another
     ["x^{-1}=5", "5"],
     [r"\text{not}=5", r"\text{minus}=5", "5"],
     *([rf"5\text{{ {word}}}", "5"] for word in ("Bn", "bn dollars", "mil people", "mln", "MILLION")),
+    *(
+        [rf"3\text{{ {word}}}", "3"]
+        for word in ("bil", "bil.", "gross", "dozens", "M", "K", "squared", "repeating", "(recurring)", "billion cm")
+    ),
+    *([rf"10\text{{ {word}}}", "10"] for word in ("in binary", "binary", "base two", "in base 2", "in hex", "mod 7")),
+    [r"a=0 \text{ or } b=0", r"a=0 \text{ and } b=0"],
+    [r"x=1 \text{ or } y=2", "x=1, y=2", "2, 1"],
+    ["x=1, y=2 or x=3, y=4", "x=1, y=4 or x=3, y=2"],
+    ["x=1, y=2, x=3, y=4", "x=1, y=4, x=3, y=2"],
+    [r"x\in A \text{ or } x\in B", r"x\in A \text{ and } x\in B"],
+    ["A or B", "A and B", "A, B"],
+    [r"5\text{ minutes} \text{ and } 30\text{ seconds}", "5, 30"],
+    [r"\mathbf{a}\times b", r"\mathbf{a}\cdot b"],
+    [r"\vec{u}\times\vec{v}", r"\vec{u}\cdot\vec{v}"],
+    [r"\mathbf{v}_{1}\times w", r"\mathbf{v}_{1}\cdot w"],
+    [r"v_1\times w", r"v_1\cdot w"],
+    ["4<|im_start|>2", "42", "4", "2"],
+    ["4</s>", "4"],
+    [r"\log_{23}", r"\log_2 3", r"\log_{2} 4"],
+    ["2^{35}", "2^3 5", "2^{3} 6"],
+    ["10^-3", "10^3", "7", "-0.001"],
+    ["5–3", "2", "53"],
+    ["f(2)=1,024", "f(3)=1024"],
+    ["(1,200,f(2))", "(1200,f(2))"],
+    [r"\{1,200\}", r"\{1200\}"],
+    ["1234,567", "1234567"],
+    ["(x+2)/7", r"x+\frac{2}{7}", r"\frac{x}{7}+2", r"\frac{x-2}{7}"],
+    ["1/2x", r"\frac{1}{2x}"],
+    ["3-1/2", "3 1/2", "3", r"3\frac{-1}{2}"],
+    ["**5", "5", "5**2", "52"],
+    ["x_5_", "x5", "5"],
+    ["No", "N", "yes", "not"],
+    [r"\text{B}", "b", r"\text{B.C.}"],
+    ["A-B-C", "A-C-B"],
+    [r"2\pi hr", r"2\pi"],
+    ["", "1", "-", "0"],
+    ["0x", "0", "0y"],
+    [r"\frac{\frac{x}{y}}{2}", r"\frac{x}{2}", r"\frac{x}{\frac{y}{2}}"],
+    ["NOP", "noP"],
+    [r"\frac{x}{\frac{y}{z}}", r"\frac{x}{y}", r"\frac{x}{z}"],
+    ["0.33..", "0.33", "0.33..."],
+    ["1,2000", "12000", "1,200"],
+    ["1,200,30", "1200,30"],
+    ["*5", "5", "5*"],
+    [r"\frac{5!}{2}", r"\frac{5}{2}", "5/2!"],
 ]
 LOOK_DIFFERENT = [  # each group's members are equal
     [r"1  \frac{1}{2}", "1.5", r"1 \quad 1/2", "3/2"],
@@ -200,7 +280,33 @@ LOOK_DIFFERENT = [  # each group's members are equal
     [r"\text{A}=5", "A=5", "5"],
     [r"\text{x}=1,\text{y}=2", "x=1,y=2"],
     [r"\pi \text{ or } 2\pi", r"2\pi, \pi"],
-    [r"\$6", r"6\text{ USD}"],
+    [r"\$6", r"6\text{ USD}", r"6\$", r"\text{\$}6"],
+    [r"\log_{2} 3", r"\log_2 3", r"\log_{2}3"],
+    ["2^{3} 5", "2^3 5"],
+    ["No", "no", "NO", r"\text{No}"],
+    ["YES", "yes", "Yes"],
+    ["TRUE", "True", "true"],
+    ["–5", "−5", "-5"],
+    ["10^-3", "10^{-3}", "0.001", r"1\times 10^-3", "1/1000"],
+    ["x^-1", "x^{-1}"],
+    ["f(2)=1,024", "1024", "1,024", "f(2) = 1024"],
+    ["(x+2)/7", r"\frac{x+2}{7}", r"\dfrac{(x+2)}{7}"],
+    [r"(1+\sqrt{5})/2", r"\frac{1+\sqrt5}{2}"],
+    [r"\lbrace 1,2\rbrace", r"\{1,2\}", r"\left\lbrace 2, 1\right\rbrace"],
+    [r"\boldsymbol{5}", r"\bm{5}", r"\mathbf{5}", r"\textbf{5}", "**5**", "*5*", "__5__", "`5`", "**5.0**", "5"],
+    ["_x_", "**x**", "x"],
+    ["±2", r"\pm 2", r"\pm2", "2, -2"],
+    [r"\text{B.}", "B", r"\textbf{(B)}.", "(B)"],
+    [r"-\frac{1}{2}+\frac{\sqrt{3}}{2}i", r"\frac{-1}{2}+\frac{1}{2}\sqrt{3}i", r"-1/2+\frac{\sqrt3}{2}i"],
+    ["x=1 or x=2", "1, 2", "x = 1, 2", "x=2, x=1", r"x=1\text{ or }2"],
+    ["2, 3, and 4", r"2, 3\text{, and }4", r"2, 3, \text{ and } 4", "4,2,3"],
+    ["AB=9 and CD=4", "AB=9, CD=4"],
+    ["1+i or 1-i", "1-i, 1+i"],
+    ["NO=5", "5"],
+    [r"\sqrt{2} \text{ or } -\sqrt{2}", r"-\sqrt2, \sqrt2", r"\pm\sqrt 2"],
+    [r"60\text{ miles per hour}", "60 miles per hour", "60"],
+    [r"5\text{ square feet}", "5 square feet", "5"],
+    [r"\text{5 cm}", r"5\text{ cm.}", "5cm", "5"],
 ]
 
 
@@ -276,7 +382,27 @@ def test_percent_is_a_hundredth_whose_sign_may_be_left_out(a, b, equal):
 )
 def test_a_name_or_a_unit_may_be_left_out_but_not_changed(a, b, equal):
     """Only what cannot be a factor is a unit."""
-    assert is_equal(a, b) is equal
+    assert is_equal(a, b) is equal and is_equal(b, a) is equal
+
+
+@pytest.mark.parametrize(
+    "words", ["bolts", "sheep", "right triangles", "integers", "ways to go", "meals.", "new months"]
+)
+def test_words_that_are_no_known_unit_may_be_left_out_but_not_added(words):
+    """In the reference they only say what was counted; in an answer they may say anything: 3 hundredweight, 3 trios."""
+    counted = rf"12\text{{ {words}}}"
+    assert is_equal("12", counted) and is_equal(counted, counted) and is_equal(counted, counted.replace(" ", "~"))
+    assert not is_equal(counted, "12") and not is_equal("13", counted)
+    assert not is_equal(r"12\text{ others}", counted)
+
+
+@pytest.mark.parametrize(
+    "words", ["trios", "grand", "k", "scores of", "in ternary", "per mille", "cm squared", "times ten"]
+)
+def test_words_that_could_change_the_number_are_not_overlooked_in_an_answer(words):
+    """Nobody can list them all, so what is not a unit counts."""
+    assert not is_equal(rf"12\text{{ {words}}}", "12")
+    assert not is_equal(rf"12\text{{ {words}}}", r"12\text{ cm}")
 
 
 @pytest.mark.parametrize(
@@ -336,8 +462,37 @@ HOSTILE = {
         r"\\",
         "x=",
         "cm",
+        r"\or",
+        "x/",
+        "√",
+        "a_b",
+        "10^",
+        "`",
+        r"\cdot",
+        r"\sqrt{2}",
     )
 }
+NESTED = {
+    "brackets": ("[", "1", "]"),
+    "parentheses": ("(", "1", ")"),
+    "sets": (r"\{", "1,1", r"\}"),
+    "sets of two": (r"\{", "1", r",1\}"),
+    "roots": (r"\sqrt{", "1", "}"),
+    "fractions": (r"\frac{", "1", "}{2}"),
+    "names": ("x=", "1", ""),
+    "signs": ("-", "1", ""),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_answers_are_judged_quickly(name):
+    """As deep as the longest answer allows, against itself with another number inside (milliseconds, not 2^depth)."""
+    opening, inside, closing = NESTED[name]
+    depth = (LONGEST_ANSWER - len(inside)) // len(opening + closing)
+    start = time.perf_counter()
+    assert not is_equal(opening * depth + inside + closing * depth, opening * depth + inside + "2" + closing * depth)
+    assert not is_equal(opening * depth + inside + closing * depth, "1, 2, x=7")
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -353,54 +508,87 @@ def test_hostile_text_is_judged_quickly(name):
 
 
 def rewrites(drop: str = "", *extra) -> list:
-    """REWRITES without the rule of this pattern, and with others before it."""
-    assert not drop or drop in dict(answers.REWRITES)
-    return [*extra, *(rule for rule in answers.REWRITES if rule[0] != drop)]
+    """REWRITES without the rule of this name, and with others before it."""
+    assert not drop or drop in [name for name, *_ in REWRITES]
+    return [*extra, *(rule for rule in REWRITES if rule[0] != drop)]
 
 
-def units_ignored(a, b, same=answers.same):
-    return same(a._replace(unit=""), b._replace(unit=""))
+@pytest.mark.parametrize("rule", REWRITES, ids=[name for name, *_ in REWRITES])
+def test_each_rewrite_does_what_its_example_says_and_is_needed(rule, monkeypatch):
+    """The example is the rule's own work, and without the rule it would be another text in the end."""
+    name, pattern, replacement, example = rule
+    before, after = example.split(" -> ")
+    assert re.sub(pattern, replacement, before) == after
+    assert normalise(before) == normalise(after)
+    monkeypatch.setattr(task, "REWRITES", rewrites(name))
+    assert normalise(before) != normalise(after)
 
 
-def names_ignored(a, b, same=answers.same):
-    return same(a._replace(name=""), b._replace(name=""))
+STANDARDS = [(other, one) for one, others in SPELLINGS.items() for other in others.split()]
+STANDARDS += [(sign[0], sign[1:]) for sign in SIGNS.split()]
 
 
-def as_float(text, number=answers.exact_value):
-    return None if (value := number(text)) is None else Fraction(float(value))
+@pytest.mark.parametrize(("other", "one"), STANDARDS)
+def test_each_spelling_stands_for_its_standard_and_is_needed(other, one, monkeypatch):
+    """Between letters, so that what is written without a space cannot swallow the next letter."""
+    assert normalise(f"x {other} y") == normalise(f"x {one} y")
+    monkeypatch.setattr(task, "STANDARD", {key: value for key, value in task.STANDARD.items() if key != other})
+    assert normalise(f"x {other} y") != normalise(f"x {one} y")
 
 
-def rounded(text, number=answers.exact_value):
-    return None if (value := number(text)) is None else round(value, 6)
+def differs_only_in(field: str, agree=task.agree):
+    """A judge for whom this field of both does not count."""
+    return lambda a, b: agree(a._replace(**{field: ""}), b._replace(**{field: ""}))
 
 
-def one_kind_of_bracket(kind, pieces, depth, group=answers.group):
-    return group("()" if kind in ("[]", "[)", "(]") else kind, pieces, depth)
+def as_float(text, term=task.term):
+    number, *rest = term(text)
+    return Fraction(float(number)), *rest
 
 
-def tuples_sorted(kind, pieces, depth, group=answers.group):
-    return group(kind, sorted(pieces), depth)
+def rounded(text, term=task.term):
+    number, *rest = term(text)
+    return round(number, 6), *rest
 
 
-def sets_in_order(kind, pieces, depth, group=answers.group):
-    return group("()" if kind == "{}" else kind, pieces, depth)
+def one_kind_of_bracket(kind, pieces, collect=task.collect):
+    return collect("()" if kind in ("[]", "[)", "(]") else kind, pieces)
 
 
-SPACES = r"(\\[a-zA-Z]+ (?=[a-zA-Z])|[0-9] (?=[0-9]))| "
+def tuples_sorted(kind, pieces, collect=task.collect):
+    return collect(kind, sorted(pieces))
+
+
+def sets_in_order(kind, pieces, collect=task.collect):
+    return collect("()" if kind == "{}" else kind, pieces)
+
+
+def added(pattern: str) -> list:
+    """REWRITES after one more rule, by which all of the pattern goes."""
+    return rewrites("", ("wrong", pattern, "", ""))
+
+
+NEVER, WORD = re.compile("$^"), "[a-z]+"
+BARE = rewrites("spaces but these", ("every space", r"\s+", "", ""))
 WRONG = {  # what to patch, the wrong variant, a pair on which it errs and whether the two are equal
-    "every space goes": ("REWRITES", rewrites(SPACES, (r"\s+", "")), "1 2", "12", False),
-    "every comma between digits goes": ("REWRITES", rewrites("", (r"(?<=\d),(?=\d)", "")), "1,2", "12", False),
-    "subscripts go": ("REWRITES", rewrites("", (r"_\{?\d\}?", "")), "204_5", "204", False),
-    "all braces go": ("REWRITES", rewrites("", (r"[{}]", "")), "x^{12}", "x^12", False),
-    "no units": ("UNIT", re.compile("$^"), r"5\text{ cm}", "5", True),
-    "percent is a mere unit": ("UNIT_NAMES", {}, r"50\%", "0.5", True),
-    "units are ignored": ("same", units_ignored, r"5.4 \text{ cents}", r"\$5.4", False),
-    "names are ignored": ("same", names_ignored, "$x=9$", "y=9", False),
-    "numbers are floats": ("exact_value", as_float, "9007199254740993", "9007199254740992", False),
-    "numbers are rounded": ("exact_value", rounded, r"\frac13", "0.3333333", False),
-    "one kind of bracket": ("group", one_kind_of_bracket, "[1,2]", "[1,2)", False),
-    "tuples are sorted": ("group", tuples_sorted, "(-3,-6)", "(-6,-3)", False),
-    "sets keep their order": ("group", sets_in_order, r"\{1,2\}", r"\{2,1\}", True),
+    "every space goes": ("REWRITES", BARE, "1 2", "12", False),
+    "every comma between digits goes": ("REWRITES", added(r"(?<=\d),(?=\d)"), "1,2", "12", False),
+    "subscripts go": ("REWRITES", added(r"_\{?\d\}?"), "204_5", "204", False),
+    "all braces go": ("REWRITES", added(r"[{}]"), "x^{12}", "x^12", False),
+    "special tokens go": ("REWRITES", added(r"<\|.*?\|>"), "4<|im_start|>2", "42", False),
+    "no units": ("UNIT", NEVER, r"5\text{ cm}", "5", True),
+    "every word is a known unit": ("UNITS", WORD, r"3\text{ bolts}", "3", False),
+    "every word may be left out": ("NO_UNIT", NEVER, "3", r"3\text{ gross}", False),
+    "percent is a mere unit": ("STANDARD", task.STANDARD | {r"\%": r"\text{unit}"}, r"50\%", "0.5", True),
+    "units are ignored": ("agree", differs_only_in("unit"), r"5.4 \text{ cents}", r"\$5.4", False),
+    "names are ignored": ("agree", differs_only_in("name"), "$x=9$", "y=9", False),
+    "or is a comma": ("is_statement", lambda text, members: False, "x=1 or y=2", "x=1, y=2", False),
+    "or is never a comma": ("is_statement", lambda text, members: r"\or" in text, "5 or 9", "9, 5", True),
+    "numbers are floats": ("term", as_float, "9007199254740993", "9007199254740992", False),
+    "numbers are rounded": ("term", rounded, r"\frac13", "0.3333333", False),
+    "one kind of bracket": ("collect", one_kind_of_bracket, "[1,2]", "[1,2)", False),
+    "tuples are sorted": ("collect", tuples_sorted, "(-3,-6)", "(-6,-3)", False),
+    "sets keep their order": ("collect", sets_in_order, r"\{1,2\}", r"\{2,1\}", True),
 }
 
 
@@ -409,7 +597,7 @@ def test_wrong_variant_is_caught(name, monkeypatch):
     """Its verdict on the pair is the opposite of the right one."""
     attribute, variant, a, b, equal = WRONG[name]
     assert is_equal(a, b) is equal
-    monkeypatch.setattr(answers, attribute, variant)
+    monkeypatch.setattr(task, attribute, variant)
     assert is_equal(a, b) is not equal
 
 
