@@ -298,9 +298,12 @@ def mismatch_metrics(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilo
 
 def extremes(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Each response's xi_min, xi_max and logp_min (smallest logp_old), (N,) each; padding is no extreme."""
-    log_xi = log_ratio(logp_old, logp_sparse, mask)  # (N, R)
-    low, high = (log_xi.masked_fill(~mask.bool(), beyond) for beyond in (math.inf, -math.inf))
-    return {"xi_min": low.amin(1).exp(), "xi_max": high.amax(1).exp(), "logp_min": logp_old.amin(1)}
+    log_xi, padding = log_ratio(logp_old, logp_sparse, mask), ~mask.bool()  # (N, R) each
+    return {
+        "xi_min": log_xi.masked_fill(padding, math.inf).amin(1).exp(),
+        "xi_max": log_xi.masked_fill(padding, -math.inf).amax(1).exp(),
+        "logp_min": wide(logp_old).masked_fill(padding, math.inf).amin(1),
+    }
 
 
 def reward_metrics(rewards: Tensor, group_size: int) -> dict[str, float]:
