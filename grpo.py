@@ -217,8 +217,10 @@ def surrogate_loss(
 
     Metrics (0-dim, detached): policy_loss; kl_ref, divided like it; clip_low and clip_high, the share of the sampled
     tokens whose ratio is clipped and whose gradient is therefore 0; clamped, the number of log-ratios (of w and xi)
-    beyond +-20.
+    beyond +-20. Raises ValueError for kl_coef without logp_ref.
     """
+    if kl_coef and logp_ref is None:
+        raise ValueError("kl_coef needs logp_ref, the reference model's log-probs")
     log_w = log_ratio(logp, logp_old.detach(), c.kept)  # (N, R), 0 where not kept
     w = log_w.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     A = wide(advantages)[:, None]  # (N, 1)
@@ -253,11 +255,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-J of a whole update, and its metrics: `correct`, then `surrogate_loss` (see there).
 
-    logp, logp_old, logp_sparse, mask, logp_ref (N, R), advantages (N,). Raises ValueError for unknown names, and for
-    kl_coef without logp_ref.
+    logp, logp_old, logp_sparse, mask, logp_ref (N, R), advantages (N,). Raises ValueError as they do.
     """
-    if kl_coef and logp_ref is None:
-        raise ValueError("kl_coef needs logp_ref, the reference model's log-probs")
     how = {"epsilon": epsilon, "xi_cap": xi_cap, "aggregation": aggregation, "max_length": max_length}
     c = correct(logp_old, logp_sparse, mask, correction, **how)
     return surrogate_loss(logp, c, logp_old, advantages, logp_ref, clip=clip, kl_coef=kl_coef)
