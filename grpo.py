@@ -217,8 +217,10 @@ def surrogate_loss(
 
     Metrics (0-dim, detached): policy_loss; kl_ref, divided like it; clip_low and clip_high, the share of the sampled
     tokens whose ratio is clipped and whose gradient is therefore 0; clamped, the number of log-ratios (of w and xi)
-    beyond +-20.
+    beyond +-20. Raises ValueError for kl_coef without logp_ref.
     """
+    if kl_coef and logp_ref is None:
+        raise ValueError("kl_coef needs logp_ref, the reference model's log-probs")
     log_w = log_ratio(logp, logp_old.detach(), c.kept)  # (N, R), 0 where not kept
     w = log_w.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     A = wide(advantages)[:, None]  # (N, 1)
@@ -253,11 +255,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-J of a whole update, and its metrics: `correct`, then `surrogate_loss` (see there).
 
-    logp, logp_old, logp_sparse, mask, logp_ref (N, R), advantages (N,). Raises ValueError for unknown names, and for
-    kl_coef without logp_ref.
+    logp, logp_old, logp_sparse, mask, logp_ref (N, R), advantages (N,). Raises ValueError as they do.
     """
-    if kl_coef and logp_ref is None:
-        raise ValueError("kl_coef needs logp_ref, the reference model's log-probs")
     how = {"epsilon": epsilon, "xi_cap": xi_cap, "aggregation": aggregation, "max_length": max_length}
     c = correct(logp_old, logp_sparse, mask, correction, **how)
     return surrogate_loss(logp, c, logp_old, advantages, logp_ref, clip=clip, kl_coef=kl_coef)
@@ -298,9 +297,12 @@ def mismatch_metrics(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilo
 
 def extremes(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Each response's xi_min, xi_max and logp_min (smallest logp_old), (N,) each; padding is no extreme."""
-    log_xi = log_ratio(logp_old, logp_sparse, mask)  # (N, R)
-    low, high = (log_xi.masked_fill(~mask.bool(), beyond) for beyond in (math.inf, -math.inf))
-    return {"xi_min": low.amin(1).exp(), "xi_max": high.amax(1).exp(), "logp_min": logp_old.amin(1)}
+    log_xi, padding = log_ratio(logp_old, logp_sparse, mask), ~mask.bool()  # (N, R) each
+    return {
+        "xi_min": log_xi.masked_fill(padding, math.inf).amin(1).exp(),
+        "xi_max": log_xi.masked_fill(padding, -math.inf).amax(1).exp(),
+        "logp_min": wide(logp_old).masked_fill(padding, math.inf).amin(1),
+    }
 
 
 def reward_metrics(rewards: Tensor, group_size: int) -> dict[str, float]:

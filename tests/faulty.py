@@ -1,16 +1,29 @@
-"""Wrong variants of the functions of grpo.py, one for each fault that others shipped; test_faulty.py sees each caught.
+"""Wrong variants of the objective and of dense scoring, one for each fault that others shipped or that lies close.
+
+test_faulty.py sees each caught.
 
 Each takes the arguments of the function it stands for and is wrong in one place. Its docstring says what goes wrong and
 where that was reported.
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
 import grpo
-from grpo import correct, group_advantages, log_ratio, mismatch_metrics, policy_loss, rejection_mask, reward_metrics
+import rollout
+from grpo import (
+    correct,
+    group_advantages,
+    log_ratio,
+    mismatch_metrics,
+    policy_loss,
+    rejection_mask,
+    reward_metrics,
+    surrogate_loss,
+)
 
 # ------------------------------------------------------------------------------------------------------ advantages
 
@@ -49,12 +62,12 @@ def baseline_of_the_survivors(rewards, group_size, logp, logp_old, logp_sparse, 
 
 def scored_at_temperature_one(hidden, head, targets, *, temperature=1.0, **settings):
     """The learner forgets the temperature of the sampler (trl PR 3029, 4159)."""
-    return grpo.token_logprobs(hidden, head, targets, **settings)
+    return rollout.token_logprobs(hidden, head, targets, **settings)
 
 
 def all_logits_at_once(hidden, head, targets, *, chunk=1024, **settings):
     """Tokens x vocabulary is materialised."""
-    return grpo.token_logprobs(hidden, head, targets, chunk=targets.numel(), **settings)
+    return rollout.token_logprobs(hidden, head, targets, chunk=targets.numel(), **settings)
 
 
 def chunks_kept_for_the_backward(hidden, head, targets, *, temperature=1.0, chunk=1024):
@@ -64,10 +77,20 @@ def chunks_kept_for_the_backward(hidden, head, targets, *, temperature=1.0, chun
     return (logp.gather(-1, targets.flatten()[:, None]).view(targets.shape),)
 
 
-def scored_one_place_late(decoder, tokens, prompt_lengths, mask, **settings):
+def scored_one_place_late(decoder, r, rows, **settings):
     """A token is scored by the logits that follow it."""
-    late = SimpleNamespace(hidden=lambda tokens: decoder.hidden(tokens).roll(-1, 1), head=decoder.head)
-    return grpo.response_logprobs(late, tokens, prompt_lengths, mask, **settings)
+    late = SimpleNamespace(**vars(decoder) | {"hidden": lambda tokens: decoder.hidden(tokens).roll(-1, 1)})
+    return rollout.dense_logprobs(late, r, rows, **settings)
+
+
+def temperature_forgotten(decoder, r, rows, **settings):
+    """The learner forgets the temperature of the sampler (trl PR 3029, 4159)."""
+    return rollout.dense_logprobs(decoder, replace(r, temperature=1.0), rows, **settings)
+
+
+def first_rows_scored(decoder, r, rows, **settings):
+    """As many rows as were asked for, and not those."""
+    return rollout.dense_logprobs(decoder, r, torch.arange(len(rows)), **settings)
 
 
 # --------------------------------------------------------------------------------------------- ratio and rejection
@@ -111,16 +134,17 @@ def threshold_of_zero(logp_old, logp_sparse, mask, epsilon=1e-4):
 # ------------------------------------------------------------------------------------------------------ the loss
 
 
-def survivors_below_the_line(logp, logp_old, logp_sparse, advantages, mask, **settings):
+def survivors_below_the_line(logp, logp_old, logp_sparse, advantages, mask):
     """Rejected responses are counted neither above the line nor below (slime PR 657, verl PR 3915)."""
-    survivors = rejection_mask(logp_old, logp_sparse, mask).sum()
-    return policy_loss(logp, logp_old, logp_sparse, advantages, mask, total=survivors, **settings)
+    c = correct(logp_old, logp_sparse, mask)
+    c = replace(c, denominators=c.denominators / len(mask) * c.accepted.sum())
+    return surrogate_loss(logp, c, logp_old, advantages)
 
 
-def surviving_tokens_below_the_line(logp, logp_old, logp_sparse, advantages, mask, **settings):
+def surviving_tokens_below_the_line(logp, logp_old, logp_sparse, advantages, mask, aggregation):
     """The same for a mean over tokens (slime PR 657)."""
-    tokens = correct(logp_old, logp_sparse, mask).kept.sum()
-    return policy_loss(logp, logp_old, logp_sparse, advantages, mask, total_tokens=tokens, **settings)
+    c = correct(logp_old, logp_sparse, mask, aggregation=aggregation)
+    return surrogate_loss(logp, replace(c, denominators=c.kept.sum()), logp_old, advantages)
 
 
 def padded_length_below_the_line(logp, logp_old, logp_sparse, advantages, mask, **settings):
@@ -166,16 +190,25 @@ def sign_flipped(*args, **settings):
     return -loss, metrics
 
 
-def each_micro_batch_for_itself(*args, total=None, total_tokens=None, **settings):
+def each_micro_batch_for_itself(parts, logp, logp_old, logp_sparse, advantages, mask):
     """Each micro-batch divides by what it holds itself (verl PR 906, 7321; trl 3021; prime-rl PR 583)."""
-    return policy_loss(*args, **settings)
+    inputs = logp, logp_old, logp_sparse, advantages, mask
+    return [policy_loss(*(x[rows] for x in inputs)) for rows in parts]
 
 
-def weights_normalised_in_each_micro_batch(*args, weight_mean=None, **settings):
+def weights_normalised_in_each_micro_batch(
+    parts, logp, logp_old, logp_sparse, advantages, mask, *, logp_ref, kl_coef, **settings
+):
     """The mean weight is that of the micro-batch (the released code)."""
-    _, logp_old, logp_sparse, _, mask = args
-    own = correct(logp_old, logp_sparse, mask, "released").weight_mean
-    return policy_loss(*args, weight_mean=own, **settings)
+    c = correct(logp_old, logp_sparse, mask, **settings)
+    found = []
+    for rows in parts:
+        own = correct(logp_old[rows], logp_sparse[rows], mask[rows], **settings)
+        part = replace(c[rows], weights=own.weights)
+        found.append(
+            surrogate_loss(logp[rows], part, logp_old[rows], advantages[rows], logp_ref[rows], kl_coef=kl_coef)
+        )
+    return found
 
 
 def product_of_ratios(logp, logp_old, logp_sparse, advantages, mask, **settings):
@@ -186,9 +219,8 @@ def product_of_ratios(logp, logp_old, logp_sparse, advantages, mask, **settings)
 
 def normalised_then_truncated(logp, logp_old, logp_sparse, advantages, mask, *, xi_cap, correction):
     """The cap is applied to weights of mean 1: the other order than the one we state (released mis.py)."""
-    c = correct(logp_old, logp_sparse, mask, correction, xi_cap=1.5)
-    weights = (c.weights / c.weight_mean).clamp(max=xi_cap)
-    return -(weights * (logp - logp_old).exp() * advantages[:, None] / mask.sum(1, keepdim=True)).mean(0).sum(), {}
+    c = correct(logp_old, logp_sparse, mask, correction)
+    return surrogate_loss(logp, replace(c, weights=c.weights.clamp(max=xi_cap)), logp_old, advantages)
 
 
 def released_divides_by_all_tokens(logp, logp_old, logp_sparse, advantages, mask, **settings):
@@ -237,6 +269,20 @@ def kl_of_rejected_responses(logp, logp_old, logp_sparse, advantages, mask, *, l
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     kl = (grpo.kl_to_reference(logp, logp_ref, mask) / lengths).sum() / len(mask)
     return loss + kl_coef * kl, metrics | {"kl_ref": kl}
+
+
+def kl_weighted_by_xi(logp, logp_old, logp_sparse, advantages, mask, *, logp_ref, kl_coef, **settings):
+    """The penalty is corrected like the reward."""
+    c = correct(logp_old, logp_sparse, mask, **settings)
+    loss, metrics = surrogate_loss(logp, c, logp_old, advantages)
+    kl = (c.weights * grpo.kl_to_reference(logp, logp_ref, c.kept) / c.denominators).sum()
+    return loss + kl_coef * kl, metrics | {"kl_ref": kl}
+
+
+def weight_of_zero_dropped(logp, logp_old, logp_sparse, advantages, mask, *, logp_ref, kl_coef, **settings):
+    """What counts is read off the weights: a weight that underflows takes its token out of the KL."""
+    c = correct(logp_old, logp_sparse, mask, **settings)
+    return surrogate_loss(logp, replace(c, kept=c.weights > 0), logp_old, advantages, logp_ref, kl_coef=kl_coef)
 
 
 def inputs_overwritten(logp, logp_old, logp_sparse, advantages, mask, **settings):
@@ -294,6 +340,12 @@ def signed_mean(logp_old, logp_sparse, mask, epsilon=1e-4):
 def divergence_the_other_way_round(logp_old, logp_sparse, mask, epsilon=1e-4):
     """k3 of the inverse ratio estimates no divergence of the tokens that were sampled."""
     return mismatch_metrics(logp_sparse, logp_old, mask)
+
+
+def extremes_of_the_padding(logp_old, logp_sparse, mask):
+    """Padding, whose ratio counts as 1 elsewhere, is the smallest or the largest (and its log-prob the smallest)."""
+    xi = log_ratio(logp_old, logp_sparse, mask).exp()
+    return {"xi_min": xi.amin(1), "xi_max": xi.amax(1), "logp_min": logp_old.amin(1)}
 
 
 def only_failures_without_signal(rewards, group_size):

@@ -9,6 +9,7 @@ from functools import partial
 import faulty
 import pytest
 import test_grpo as facts
+import test_rollout as scoring
 
 CAUGHT_BY = {
     # advantages
@@ -18,10 +19,12 @@ CAUGHT_BY = {
     "groups_tiled": facts.test_groups_are_positions_whatever_the_prompts,
     "baseline_of_the_survivors": facts.test_rejected_response_stays_in_its_groups_baseline,
     # dense log-probs
-    "scored_at_temperature_one": facts.test_logprobs_are_taken_at_the_sampling_temperature,
-    "all_logits_at_once": facts.test_never_more_logits_than_one_chunk,
-    "chunks_kept_for_the_backward": facts.test_never_more_logits_than_one_chunk,
-    "scored_one_place_late": facts.test_response_logprobs_score_each_token_from_the_place_before,
+    "scored_at_temperature_one": scoring.test_logprobs_are_taken_at_the_sampling_temperature,
+    "all_logits_at_once": scoring.test_never_more_logits_than_one_chunk,
+    "chunks_kept_for_the_backward": scoring.test_never_more_logits_than_one_chunk,
+    "scored_one_place_late": scoring.test_dense_logprobs_score_each_token_from_the_place_before,
+    "temperature_forgotten": scoring.test_dense_logprobs_score_each_token_from_the_place_before,
+    "first_rows_scored": scoring.test_dense_logprobs_score_each_token_from_the_place_before,
     # ratio and rejection
     "veto_by_product": facts.test_long_harmless_drift_is_accepted,
     "veto_by_mean": facts.test_smallest_single_ratio_decides,
@@ -41,7 +44,7 @@ CAUGHT_BY = {
     "xi_attached": facts.test_gradient_reaches_the_logits,
     "sign_flipped": facts.test_one_step_raises_what_was_rewarded,
     "each_micro_batch_for_itself": facts.test_one_quarter_for_every_split,
-    "weights_normalised_in_each_micro_batch": partial(facts.test_micro_batches_add_up, "released", "response"),
+    "weights_normalised_in_each_micro_batch": partial(facts.test_micro_batches_add_up, "released", "response", 0.1),
     "product_of_ratios": facts.test_three_hundred_small_ratios_stay_finite,
     "normalised_then_truncated": facts.test_released_weights_are_truncated_first_and_normalised_second,
     "released_divides_by_all_tokens": facts.test_released_divides_a_response_by_its_kept_tokens,
@@ -52,6 +55,10 @@ CAUGHT_BY = {
     "full_product_as_weight": facts.test_reweighting_moves_exactly_the_token_to_the_dense_policy,
     "no_weights": facts.test_reweighting_is_unbiased_for_one_step,
     "kl_of_rejected_responses": facts.test_kl_is_averaged_like_the_policy_term_inside_the_rejection,
+    "kl_weighted_by_xi": partial(
+        facts.test_kl_has_the_denominators_of_the_policy_term_and_no_xi, "sparse-rl", "response"
+    ),
+    "weight_of_zero_dropped": facts.test_a_token_of_weight_zero_is_still_kept,
     "inputs_overwritten": facts.test_inputs_are_left_untouched,
     # the KL
     "k3_the_other_way_round": facts.test_k3_value_and_gradient,
@@ -63,6 +70,7 @@ CAUGHT_BY = {
     "survivors_counted_as_vetoed": facts.test_rejected_share_is_taken_before_anything_is_dropped,
     "signed_mean": facts.test_opposite_mismatches_do_not_cancel,
     "divergence_the_other_way_round": facts.test_sampler_kl_estimates_the_divergence_of_sampler_and_dense_policy,
+    "extremes_of_the_padding": partial(facts.test_padding_is_no_extreme, facts.NAN),
     "only_failures_without_signal": facts.test_groups_without_signal_are_counted,
 }
 VARIANTS = [name for name, f in vars(faulty).items() if inspect.isfunction(f) and f.__module__ == "faulty"]

@@ -9,8 +9,7 @@ import itertools
 import math
 import random
 import statistics
-import weakref
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -170,94 +169,6 @@ def test_rejected_response_stays_in_its_groups_baseline(objective=objective):
     assert float(loss) == pytest.approx(49.5 / math.sqrt(99**2 / 2) / 2, rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------ dense log-probs
-
-
-def toy_decoder(V=11, width=4):
-    """hidden (N, T, width) is a causal sum of embeddings; head is one matrix; both in float64 with gradient."""
-    g = torch.Generator().manual_seed(0)
-    embedding, matrix = (torch.randn(V, width, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2))
-    return SimpleNamespace(
-        hidden=lambda tokens: embedding[tokens].cumsum(1), head=lambda h: h @ matrix.T, parameters=[embedding, matrix]
-    )
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-@pytest.mark.parametrize("chunk", [1, 5, 21, 1000])
-def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance, token_logprobs=grpo.token_logprobs):
-    """Any chunk gives the values, entropies and gradients of one dense log_softmax."""
-    g = torch.Generator().manual_seed(chunk)
-    hidden = torch.randn(3, 7, 8, generator=g, dtype=dtype).requires_grad_()
-    matrix = torch.randn(8, 50, generator=g, dtype=dtype).requires_grad_()
-    targets = torch.randint(50, (3, 7), generator=g)
-    upstream = torch.randn(3, 7, generator=g, dtype=dtype)
-
-    dense = (hidden @ matrix / temperature).log_softmax(-1)  # (3, 7, V)
-    expected = dense.gather(-1, targets[..., None])[..., 0]
-    settings = {"temperature": temperature, "chunk": chunk}
-    logp, entropy = token_logprobs(hidden, lambda h: h @ matrix, targets, entropy=True, **settings)
-    assert_close(logp, expected, atol=tolerance, rtol=tolerance)
-    assert_close(entropy, -(dense.exp() * dense).sum(-1).detach(), atol=tolerance, rtol=tolerance)
-    assert not entropy.requires_grad
-    for got, want in zip(
-        *(torch.autograd.grad((x * upstream).sum(), [hidden, matrix]) for x in (logp, expected)), strict=True
-    ):
-        assert_close(got, want, atol=tolerance, rtol=tolerance)
-
-
-def test_logprobs_are_taken_at_the_sampling_temperature(token_logprobs=grpo.token_logprobs):
-    """Logits [2, 1, 0, -1] at T = 0.6 give token 1 a log-prob of -1.8747 (trl PR 3029, 4159)."""
-    (logp,) = token_logprobs(f64([[2, 1, 0, -1]]), lambda h: h, torch.tensor([1]), temperature=0.6)
-    assert float(logp) == pytest.approx(-1.8747, abs=5e-5)
-
-
-def test_extreme_logits_keep_log_prob_and_entropy_finite(token_logprobs=grpo.token_logprobs):
-    """Logits of 1,000, -1,000 and minus infinity: the log-prob is exact and the entropy 0, in fp32."""
-    logits, targets = torch.tensor([[1000.0, 0.0, -1000.0, -INF]] * 2), torch.tensor([0, 2])
-    logp, entropy = token_logprobs(logits, lambda h: h, targets, entropy=True)
-    assert logp.tolist() == [0, -2000] and entropy.tolist() == [0, 0]
-
-
-def test_never_more_logits_than_one_chunk(token_logprobs=grpo.token_logprobs):
-    """Forward and backward, the head sees `chunk` tokens at most; its last logits are gone when it is called again."""
-    alive, rows, matrix = [], [], torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
-
-    def head(h):
-        assert all(old() is None for old in alive)
-        logits = h @ matrix
-        alive.append(weakref.ref(logits))
-        rows.append(len(h))
-        return logits
-
-    hidden = torch.ones(5, 6, 8, requires_grad=True)
-    (logp,) = token_logprobs(hidden, head, torch.zeros(5, 6, dtype=torch.long), chunk=7)
-    assert rows == [7, 7, 7, 7, 2]
-    logp.sum().backward()
-    assert sorted(rows) == sorted(2 * [7, 7, 7, 7, 2])
-
-
-def test_response_logprobs_score_each_token_from_the_place_before(response_logprobs=grpo.response_logprobs):
-    """Token t of a response is predicted at prompt + t - 1; the rest is 0; values and gradients as token by token."""
-    decoder = toy_decoder()
-    tokens = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(1))
-    prompts, lengths = [3, 1, 5, 2], [4, 3, 0, 1]
-    mask = torch.arange(4) < torch.tensor(lengths)[:, None]
-    settings = {"temperature": 0.7, "chunk": 3, "entropy": True}
-    logp, entropy = response_logprobs(decoder, tokens, torch.tensor(prompts), mask, **settings)
-
-    expected = torch.zeros(4, 4, dtype=torch.float64)
-    for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
-        for t in range(n):
-            row = (decoder.head(decoder.hidden(tokens[i : i + 1, : p + t])[0, -1]) / 0.7).log_softmax(-1)
-            expected[i, t] = row[tokens[i, p + t]]
-            assert_close(entropy[i, t], -(row.exp() * row).sum().detach())
-    assert_close(logp, expected)
-    assert same(logp[~mask], torch.zeros(8)) and same(entropy[~mask], torch.zeros(8))
-    got, want = (torch.autograd.grad((x**2).sum(), decoder.parameters) for x in (logp, expected))
-    assert_close(got, want)
-
-
 # ------------------------------------------------------------------------------------------- ratio and rejection
 
 
@@ -394,6 +305,19 @@ def test_update_without_signal_is_told_apart():
         assert bool(grpo.teaches(A, grpo.correct(logp_old, logp_sparse, mask)).any()) is expected
 
 
+def test_responses_that_do_not_teach_have_no_policy_gradient_but_one_of_the_kl():
+    """Rejected, empty, or without advantage; of these only the last, which keeps its tokens, pays for its KL."""
+    rows, advantages = [[0.1, 0.2], [-10.0, 0.0], [], [0.1], [0.3]], [1, 1, 1, 0, -2]
+    logp, logp_old, logp_sparse, A, mask = sampled(rows, advantages)
+    logp, logp_ref = logp_old + 0.1, logp_old - 0.5
+    teaching = grpo.teaches(A, grpo.correct(logp_old, logp_sparse, mask))
+    assert teaching.tolist() == [True, False, False, False, True]
+    for kl_coef, moved in ((0.0, teaching.tolist()), (0.1, [True, False, False, True, True])):
+        how = {"logp_ref": logp_ref, "kl_coef": kl_coef}
+        _, gradient = value_and_gradient(grpo.policy_loss, logp, logp_old, logp_sparse, A, mask, **how)
+        assert (gradient != 0).any(1).tolist() == moved
+
+
 def test_loss_of_the_first_update_is_zero_and_its_gradient_is_not(policy_loss=grpo.policy_loss):
     """On policy the loss is minus the mean advantage, 0 by construction; what learns is the gradient (trl 3857)."""
     rewards = [1, 0, 0, 1, 1, 0, 0, 0]
@@ -518,6 +442,31 @@ def test_kl_is_averaged_like_the_policy_term_inside_the_rejection(policy_loss=gr
     k3 = 1 - math.log(2)
     assert float(metrics["kl_ref"]) == pytest.approx(2 * k3 / 3)
     assert float(loss) == pytest.approx(0.1 * 2 * k3 / 3)
+
+
+@pytest.mark.parametrize("correction, aggregation", ALL_SETTINGS)
+def test_kl_has_the_denominators_of_the_policy_term_and_no_xi(correction, aggregation, policy_loss=grpo.policy_loss):
+    """The same tokens over the same denominators, each with weight 1: xi corrects what was rewarded alone."""
+    (_, logp_old, logp_sparse, advantages, mask), _ = random_batch(10)
+    settings = {"correction": correction, "aggregation": aggregation, "max_length": 9}
+    k3 = 1 - math.log(2)
+    batch = logp_old, logp_old, logp_sparse, advantages, mask
+    got = policy_loss(*batch, logp_ref=logp_old + math.log(2), kl_coef=0.1, **settings)[1]["kl_ref"]
+    c = grpo.correct(logp_old, logp_sparse, mask, **settings)
+    unweighted = replace(c, weights=c.kept.double())
+    per_token = grpo.surrogate_loss(logp_old, unweighted, logp_old, torch.full_like(advantages, -1))[0]  # w = 1
+    assert_close(got, k3 * per_token)
+
+
+def test_a_token_of_weight_zero_is_still_kept(policy_loss=grpo.policy_loss):
+    """A weight may underflow (here it is capped at 0): its token pays for its KL and counts in the denominators."""
+    logp, *rest = sampled([[0.3, -0.2], [0.1]], [1, 1])
+    c = grpo.correct(*rest[:2], rest[3], xi_cap=0.0)
+    assert not c.weights.any() and c.kept.tolist() == [[True, True], [True, False]]
+    assert c.denominators.tolist() == [[4], [2]] and grpo.teaches(rest[2], c).all()
+    loss, metrics = policy_loss(logp, *rest, logp_ref=logp + math.log(2), kl_coef=0.1, xi_cap=0.0)
+    assert float(metrics["kl_ref"]) == pytest.approx(1 - math.log(2))
+    assert float(loss) == pytest.approx(0.1 * (1 - math.log(2)))
 
 
 # --------------------------------------------------------------------------------------- the loss by the formula
@@ -719,37 +668,46 @@ def test_weights_lower_the_bias_for_most_answers_and_raise_it_for_some():
 # ------------------------------------------------------------------------------------------------------ invariance
 
 
-def test_one_quarter_for_every_split(policy_loss=grpo.policy_loss):
+def split_loss(parts, logp, logp_old, logp_sparse, advantages, mask, *, logp_ref=None, kl_coef=0.0, **settings):
+    """One correction for the update, and (loss, metrics) of each part, a tensor of rows."""
+    c = grpo.correct(logp_old, logp_sparse, mask, **settings)
+    ref = [None if logp_ref is None else logp_ref[rows] for rows in parts]
+    return [
+        grpo.surrogate_loss(logp[rows], c[rows], logp_old[rows], advantages[rows], r, kl_coef=kl_coef)
+        for rows, r in zip(parts, ref, strict=True)
+    ]
+
+
+def test_one_quarter_for_every_split(split_loss=split_loss):
     """One response with loss 1 and three with loss 0: 0.25, however they are split (verl PR 906, 7321; trl 3021;
     prime-rl PR 583)."""
-    logp, logp_old, logp_sparse, advantages, mask = sampled([[0.0], [0.0], [0.0], [0.0]], [-1, 0, 0, 0])
+    batch = sampled([[0.0], [0.0], [0.0], [0.0]], [-1, 0, 0, 0])
     for sizes in ([4], [1, 3], [3, 1], [2, 2], [1, 2, 1], [1, 1, 1, 1]):
-        parts = zip(*(x.split(sizes) for x in (logp, logp_old, logp_sparse, advantages, mask)), strict=True)
-        assert sum(float(policy_loss(*part, total=4)[0]) for part in parts) == 0.25
+        for order in itertools.permutations(range(4)):
+            assert sum(float(loss) for loss, _ in split_loss(torch.tensor(order).split(sizes), *batch)) == 0.25
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("correction, aggregation", ALL_SETTINGS)
-def test_micro_batches_add_up(correction, aggregation, policy_loss=grpo.policy_loss):
-    """Losses, gradients and metrics of any split add up to those of the whole update (verl PR 906, 7321)."""
+def test_micro_batches_add_up(correction, aggregation, kl_coef, split_loss=split_loss):
+    """Losses, gradients and metrics of any split, in any order, add up to those of the whole update (verl PR 906,
+    7321)."""
     inputs, logp_ref = random_batch(5, N=8)
-    settings = {"correction": correction, "aggregation": aggregation, "max_length": 5, "kl_coef": 0.1}
-    _, logp_old, logp_sparse, _, mask = inputs
-    ratios = [math.exp(x) for x in (logp_old - logp_sparse)[mask].tolist()]
-    kept = [xi for i, xi in zip(mask.nonzero()[:, 0].tolist(), ratios, strict=True) if i != 1 and 0.5 <= xi <= 1.5]
-    totals = {"total": 8, "total_tokens": int(mask.sum()), "weight_mean": statistics.mean(kept)}
+    settings = {"correction": correction, "aggregation": aggregation, "max_length": 5, "kl_coef": kl_coef}
+    settings["logp_ref"] = logp_ref
+    loss, gradient = value_and_gradient(grpo.policy_loss, *inputs, **settings)
+    metrics = grpo.policy_loss(*inputs, **settings)[1]
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    for sizes in ([8], [1, 7], [3, 5], [2, 2, 2, 2], [1] * 8):
 
-    loss, gradient = value_and_gradient(policy_loss, *inputs, logp_ref=logp_ref, **settings)
-    metrics = policy_loss(*inputs, logp_ref=logp_ref, **settings)[1]
-    for sizes in ([1, 7], [3, 5], [2, 2, 2, 2], [1] * 8):
-        parts = [
-            (part[:5], {"logp_ref": part[5]} | settings | totals)
-            for part in zip(*(x.split(sizes) for x in (*inputs, logp_ref)), strict=True)
-        ]
-        pieces = [value_and_gradient(policy_loss, *part, **s) for part, s in parts]
-        assert_close(sum(piece[0] for piece in pieces), loss)
-        assert_close(torch.cat([piece[1] for piece in pieces]), gradient)
-        for name, value in metrics.items():
-            assert_close(sum(policy_loss(*part, **s)[1][name] for part, s in parts), value)
+        def summed(*args, sizes=sizes, **settings):
+            losses, parts = zip(*split_loss(order.split(sizes), *args, **settings), strict=True)
+            return sum(losses), {name: sum(part[name] for part in parts) for name in parts[0]}
+
+        got = value_and_gradient(summed, *inputs, **settings)
+        assert_close(got[0], loss)
+        assert_close(got[1], gradient, atol=1e-12, rtol=1e-9)
+        assert_close(summed(*inputs, **settings)[1], metrics)
 
 
 @pytest.mark.parametrize("correction, aggregation", ALL_SETTINGS)
@@ -845,8 +803,6 @@ def test_at_least_fp32_and_float64_stays(dtype, computed):
     assert grpo.consistency_ratio(logp_old, logp_sparse, mask).dtype == computed
     assert grpo.kl_to_reference(logp, logp_ref, mask).dtype == computed
     assert grpo.group_advantages(advantages, 2).dtype == computed
-    scored = grpo.token_logprobs(torch.ones(3, 4, dtype=dtype), lambda h: h, torch.tensor([0, 1, 2]), entropy=True)
-    assert [x.dtype for x in scored] == [computed] * 2
 
 
 @pytest.mark.parametrize(
@@ -855,8 +811,6 @@ def test_at_least_fp32_and_float64_stays(dtype, computed):
         ({"correction": "sparse"}, "unknown correction"),
         ({"aggregation": "mean"}, "unknown aggregation"),
         ({"epsilon": 0.0}, "epsilon"),
-        ({"aggregation": "token", "total": 12}, "total_tokens"),
-        ({"correction": "released", "total": 12}, "weight_mean"),
         ({"aggregation": "constant"}, "max_length"),
         ({"kl_coef": 0.1}, "logp_ref"),
     ],
@@ -865,6 +819,13 @@ def test_bad_settings_are_refused(settings, message):
     """What cannot be meant is an error that names the argument."""
     with pytest.raises(ValueError, match=message):
         grpo.policy_loss(*random_batch(0)[0], **settings)
+
+
+def test_a_penalty_needs_a_reference_in_a_micro_batch_too():
+    """kl_coef without logp_ref would silently be no penalty."""
+    (logp, logp_old, logp_sparse, advantages, mask), _ = random_batch(0)
+    with pytest.raises(ValueError, match="logp_ref"):
+        grpo.surrogate_loss(logp, grpo.correct(logp_old, logp_sparse, mask), logp_old, advantages, kl_coef=0.1)
 
 
 @pytest.mark.parametrize("group_size", [0, -2, 4])
@@ -941,6 +902,26 @@ def test_sampler_kl_of_rounding_noise_is_not_negative(mismatch_metrics=grpo.mism
     d = 1e-4 * torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
     got = mismatch_metrics(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool))["sampler_kl"]
     assert got == pytest.approx(float((d.double() ** 2).mean() / 2), rel=1e-2)
+
+
+@pytest.mark.parametrize("junk", [0.0, 5.0, -1e4, NAN, INF, -INF])
+def test_padding_is_no_extreme(junk, extremes=grpo.extremes):
+    """Smallest and largest xi and the smallest dense log-prob of each response, over its own tokens alone."""
+    logp_old, mask = ragged([[-1.0, -3.0], [-2.0]], fill=junk)
+    logp_sparse, _ = ragged([[-2.0, -1.0], [-2.5]], fill=0.0)
+    got = extremes(logp_old, logp_sparse, mask)
+    assert_close(got["xi_min"], f64([math.exp(-2), math.exp(0.5)]))
+    assert_close(got["xi_max"], f64([math.e, math.exp(0.5)]))
+    assert_close(got["logp_min"], f64([-3, -2]))
+
+
+def test_extremes_are_raw_and_show_what_is_not_finite(extremes=grpo.extremes):
+    """No clamp: exp(25) stays, exp(1e4) is infinite, and NaN inside the mask is NaN."""
+    _, logp_old, logp_sparse, _, mask = sampled([[25.0, -25.0], [1e4], [0.0, NAN]], [0, 0, 0])
+    got = extremes(logp_old, logp_sparse, mask)
+    assert_close(got["xi_min"], f64([math.exp(-25), INF, NAN]), equal_nan=True)
+    assert_close(got["xi_max"], f64([math.exp(25), INF, NAN]), equal_nan=True)
+    assert_close(got["logp_min"], f64([-25, 1e4, NAN]), equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,32 @@
-"""rollout.py as a specification: the identity limit, independence of rows, sampling, ends, counts."""
+"""rollout.py as a specification: the identity limit, independence of rows, sampling, ends, counts, dense scoring."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import dataclasses
+import math
+import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import VisibilityMask, constant_model, held_after, replay, seeded, tiny_model, visibility
 from torch import Tensor
+from torch.testing import assert_close
 
 import rollout as module
-from eval import sample_responses
-from grpo import consistency_ratio, rejection_mask, response_logprobs
+from grpo import consistency_ratio, rejection_mask
 from kvcache import COMPRESSORS, LayerCache
-from rollout import Rollout, rollout, sample
+from rollout import Rollout, rollout, rollout_batches, sample
 
 PROMPTS = [[1, 2, 3], list(range(4, 30)) * 2, [5, 6, 7, 8] * 4]  # below the window, beyond the cache, between
 R = 16
 sparse = partial(rollout, max_new_tokens=R, eos_ids=[2, 3], budget=16, buffer=5, window=4)
 
 
-@torch.no_grad()
-def dense_logprobs(model, r: Rollout, temperature: float = 1.0) -> Tensor:
+def dense(model, r: Rollout) -> Tensor:
     """logp_old (N, R): what the learner says of the sampled tokens."""
-    return response_logprobs(model, r.tokens, r.prompt_lengths, r.mask, temperature=temperature)[0]
+    return module.rescore(model, r, micro_tokens=1000)[0]
 
 
 # ------------------------------------------------------------------------------------------------ the identity limit
@@ -35,7 +37,7 @@ def test_a_budget_that_covers_the_sequence_makes_sampler_and_dense_policy_one(co
     """logp_sparse = logp_old, xi = 1 to 1e-5, none rejected. (PyramidKV gives its last layer budget / 20.)"""
     model, T = tiny_model(), 0.7
     r = sparse(model, PROMPTS, group_size=2, compressor=compressor, budget=1600, temperature=T, generator=seeded(1))
-    logp_old = dense_logprobs(model, r, T)
+    logp_old = dense(model, r)
     assert (logp_old - r.logp_sparse).abs().max() < 1e-5
     assert (consistency_ratio(logp_old, r.logp_sparse, r.mask) - 1).abs().max() < 1e-5
     assert rejection_mask(logp_old, r.logp_sparse, r.mask).all()
@@ -46,7 +48,7 @@ def test_a_small_budget_makes_them_differ(compressor):
     """The other side of the limit: eviction is real, so the mismatch that Sparse-RL corrects is real."""
     model = tiny_model()
     r = sparse(model, PROMPTS, group_size=2, compressor=compressor, generator=seeded(1))
-    logp_old = dense_logprobs(model, r)
+    logp_old = dense(model, r)
     assert (logp_old - r.logp_sparse).abs().max() > 0.1
 
 
@@ -114,29 +116,34 @@ def test_the_weights_and_the_prompts_are_left_untouched():
     assert prompts == PROMPTS and all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("compressor", ["random", "snapkv"])
-@pytest.mark.parametrize("rows", [1, 5])
+TIMES_AND_BYTES = ("seconds", "cache_bytes", "dense_bytes")
+
+
+@pytest.mark.parametrize("compressor", ["random", "snapkv", "full"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 100])
 def test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once(compressor, rows):
-    """eval.sample_responses: batches are a matter of memory, not of the result."""
+    """Batches are a matter of memory, not of the result: every field, the record of the evictions included."""
+    how = {"max_new_tokens": R, "eos_ids": [2, 3], "compressor": compressor, "budget": 16, "buffer": 5, "window": 4}
+    prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[2]]  # the longest first, so that the others need padding
+    how |= {"group_size": 2, "record": True, "temperature": 0.9}
+    whole = rollout(tiny_model(), prompts, generator=seeded(8), **how)
+    parts = rollout_batches(tiny_model(), prompts, rows=rows, generator=seeded(8), **how)
+    for name in {field.name for field in dataclasses.fields(Rollout)} - {*TIMES_AND_BYTES, "logp_sparse"}:
+        assert_close(
+            getattr(parts, name), getattr(whole, name), atol=0, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    assert_close(parts.logp_sparse, whole.logp_sparse, atol=1e-5, rtol=0)
+
+
+def test_batches_add_their_seconds_and_report_the_bytes_of_the_largest():
+    """What a machine must hold is one batch; what it takes is all of them."""
     model = tiny_model()
-    settings = {"group_size": 2, "max_new_tokens": R, "eos_ids": [2, 3], "compressor": compressor}
-    settings |= {"budget": 16, "buffer": 5, "window": 4}
-    whole = rollout(model, PROMPTS, generator=seeded(8), **settings)
-    parts = sample_responses(model, PROMPTS, rows=rows, generator=seeded(8), **settings)
-    assert torch.equal(whole.tokens, parts.tokens)
-    assert (whole.logp_sparse - parts.logp_sparse).abs().max() < 1e-5
-
-
-def test_cat_of_two_calls_is_one_call():
-    """Tokens, lengths, log-probs and counts: the same as if all prompts had come at once."""
-    model, generator = tiny_model(), seeded(9)
-    parts = Rollout.cat([sparse(model, ps, group_size=2, generator=generator) for ps in (PROMPTS[:1], PROMPTS[1:])])
-    whole = sparse(model, PROMPTS, group_size=2, generator=seeded(9))
-    for name in ("tokens", "prompt_lengths", "response_lengths", "finished", "mask"):
-        assert torch.equal(getattr(parts, name), getattr(whole, name)), name
-    assert (parts.logp_sparse - whole.logp_sparse).abs().max() < 1e-5
-    assert (parts.cached_tokens, parts.dense_tokens) == (whole.cached_tokens, whole.dense_tokens)
-    assert {f.name for f in fields(Rollout)} == set(vars(parts))
+    small, large = (sparse(model, ps, group_size=2, compressor="full") for ps in (PROMPTS[:1], PROMPTS[1:]))
+    assert sum(small.cache_bytes.values()) < sum(large.cache_bytes.values())
+    for parts in ([small, large], [large, small]):
+        r = Rollout.cat(parts)
+        assert (r.cache_bytes, r.dense_bytes) == (large.cache_bytes, large.dense_bytes)
+        assert r.seconds == small.seconds + large.seconds
 
 
 def test_groups_follow_the_order_of_the_prompts():
@@ -145,7 +152,7 @@ def test_groups_follow_the_order_of_the_prompts():
     r = sparse(model, [[7, 8, 9], [11] * 5], group_size=3, compressor="full", generator=seeded(1))
     assert r.prompt_lengths.tolist() == [3, 3, 3, 5, 5, 5]
     assert [r.tokens[i, :n].tolist() for i, n in enumerate(r.prompt_lengths)] == [[7, 8, 9]] * 3 + [[11] * 5] * 3
-    assert (dense_logprobs(model, r) - r.logp_sparse).abs().max() < 1e-5
+    assert (dense(model, r) - r.logp_sparse).abs().max() < 1e-5
 
 
 def test_each_member_of_a_group_draws_its_first_token():
@@ -164,7 +171,7 @@ def test_log_prob_is_taken_at_the_sampling_temperature():
     assert (token.item(), round(logp.item(), 4)) == (1, -1.8747)
     model = constant_model(logits[0].tolist())
     r = sparse(model, [[0]], group_size=8, temperature=0.6, eos_ids=[], generator=seeded(1))
-    logp_old = dense_logprobs(model, r, 0.6)
+    logp_old = dense(model, r)
     ones = r.tokens[:, 1:] == 1
     assert ones.any() and (r.logp_sparse[ones] + 1.8747).abs().max() < 1e-4
     assert (logp_old - r.logp_sparse).abs().max() < 1e-5
@@ -301,6 +308,15 @@ def test_bytes_of_the_dense_cache_are_those_that_full_allocates():
     assert r.dense_bytes == r.cache_bytes["keys"] + r.cache_bytes["values"]
 
 
+def test_statistics_are_means_over_the_responses():
+    """Lengths, and the share that no EOS ended."""
+    r = sparse(tiny_model(), PROMPTS, group_size=4, generator=seeded(1))
+    bodies = [r.response(i) for i in range(12)]
+    assert r.statistics["response_length"] == pytest.approx(sum(map(len, bodies)) / 12)
+    assert r.statistics["truncated"] == pytest.approx(sum(body[-1] not in (2, 3) for body in bodies) / 12)
+    assert r.statistics["tokens_per_second"] == pytest.approx(sum(map(len, bodies)) / r.seconds)
+
+
 def test_held_keys_never_exceed_budget_plus_buffer():
     """SnapKV 23, KVCache-Factory 20: at each step, in each row and head, not only at prefill."""
     r = sparse(tiny_model(), PROMPTS, group_size=1, eos_ids=[], record=True, generator=seeded(1))
@@ -309,3 +325,134 @@ def test_held_keys_never_exceed_budget_plus_buffer():
         P = int(r.prompt_lengths[i])
         counts = [len(held_after(gone, seen)) for seen in range(P, P + R)]
         assert max(counts) <= 20 and 16 in counts
+
+
+# ------------------------------------------------------------------------------------------------ dense log-probs
+
+
+def toy_decoder(V=11, width=4):
+    """hidden (N, T, width) is a causal sum of embeddings; head is one matrix; both in float64 with gradient."""
+    g = torch.Generator().manual_seed(0)
+    embedding, matrix = (torch.randn(V, width, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2))
+    return SimpleNamespace(
+        hidden=lambda tokens: embedding[tokens].cumsum(1),
+        head=lambda h: h @ matrix.T,
+        parameters=[embedding, matrix],
+        embed_tokens=SimpleNamespace(weight=embedding),
+    )
+
+
+def recorded(tokens: Tensor, prompt_lengths: list[int], response_lengths: list[int], temperature: float) -> Rollout:
+    """A rollout of these tokens (N, T), as far as scoring is concerned."""
+    nothing = dict.fromkeys(("finished", "cached_tokens", "dense_tokens", "cache_bytes", "dense_bytes", "seconds"))
+    return Rollout(
+        tokens=tokens,
+        prompt_lengths=torch.tensor(prompt_lengths),
+        response_lengths=torch.tensor(response_lengths),
+        logp_sparse=torch.zeros(len(tokens), max(response_lengths), dtype=torch.float64),
+        temperature=temperature,
+        **nothing,
+    )
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("chunk", [1, 5, 21, 1000])
+def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance, token_logprobs=module.token_logprobs):
+    """Any chunk gives the values, entropies and gradients of one dense log_softmax."""
+    g = torch.Generator().manual_seed(chunk)
+    hidden = torch.randn(3, 7, 8, generator=g, dtype=dtype).requires_grad_()
+    matrix = torch.randn(8, 50, generator=g, dtype=dtype).requires_grad_()
+    targets = torch.randint(50, (3, 7), generator=g)
+    upstream = torch.randn(3, 7, generator=g, dtype=dtype)
+
+    dense = (hidden @ matrix / temperature).log_softmax(-1)  # (3, 7, V)
+    expected = dense.gather(-1, targets[..., None])[..., 0]
+    settings = {"temperature": temperature, "chunk": chunk}
+    logp, entropy = token_logprobs(hidden, lambda h: h @ matrix, targets, entropy=True, **settings)
+    assert_close(logp, expected, atol=tolerance, rtol=tolerance)
+    assert_close(entropy, -(dense.exp() * dense).sum(-1).detach(), atol=tolerance, rtol=tolerance)
+    assert not entropy.requires_grad
+    for got, want in zip(
+        *(torch.autograd.grad((x * upstream).sum(), [hidden, matrix]) for x in (logp, expected)), strict=True
+    ):
+        assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def test_logprobs_are_taken_at_the_sampling_temperature(token_logprobs=module.token_logprobs):
+    """Logits [2, 1, 0, -1] at T = 0.6 give token 1 a log-prob of -1.8747 (trl PR 3029, 4159)."""
+    (logp,) = token_logprobs(torch.tensor([[2.0, 1, 0, -1]]), lambda h: h, torch.tensor([1]), temperature=0.6)
+    assert float(logp) == pytest.approx(-1.8747, abs=5e-5)
+
+
+def test_extreme_logits_keep_log_prob_and_entropy_finite(token_logprobs=module.token_logprobs):
+    """Logits of 1,000, -1,000 and minus infinity: the log-prob is exact and the entropy 0, in fp32."""
+    logits, targets = torch.tensor([[1000.0, 0.0, -1000.0, -math.inf]] * 2), torch.tensor([0, 2])
+    logp, entropy = token_logprobs(logits, lambda h: h, targets, entropy=True)
+    assert logp.tolist() == [0, -2000] and entropy.tolist() == [0, 0]
+
+
+def test_never_more_logits_than_one_chunk(token_logprobs=module.token_logprobs):
+    """Forward and backward, the head sees `chunk` tokens at most; its last logits are gone when it is called again."""
+    alive, rows, matrix = [], [], torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+
+    def head(h):
+        assert all(old() is None for old in alive)
+        logits = h @ matrix
+        alive.append(weakref.ref(logits))
+        rows.append(len(h))
+        return logits
+
+    hidden = torch.ones(5, 6, 8, requires_grad=True)
+    (logp,) = token_logprobs(hidden, head, torch.zeros(5, 6, dtype=torch.long), chunk=7)
+    assert rows == [7, 7, 7, 7, 2]
+    logp.sum().backward()
+    assert sorted(rows) == sorted(2 * [7, 7, 7, 7, 2])
+
+
+def test_dense_logprobs_score_each_token_from_the_place_before(dense_logprobs=module.dense_logprobs):
+    """Token t of a response is predicted at prompt + t - 1; the rest is 0; values and gradients as token by token."""
+    decoder, prompts, lengths = toy_decoder(), [3, 1, 5, 2], [4, 3, 0, 1]
+    r = recorded(torch.randint(11, (4, 9), generator=seeded(1)), prompts, lengths, temperature=0.7)
+    rows = torch.tensor([2, 0, 3])  # some of the responses, in another order
+    logp, entropy = dense_logprobs(decoder, r, rows, entropy=True)
+
+    expected, spread = torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)
+    for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
+        for t in range(n):
+            row = (decoder.head(decoder.hidden(r.tokens[i : i + 1, : p + t])[0, -1]) / 0.7).log_softmax(-1)
+            expected[i, t], spread[i, t] = row[r.tokens[i, p + t]], -(row.exp() * row).sum().detach()
+    assert_close(logp, expected[rows])
+    assert_close(entropy, spread[rows])
+    assert not logp[~r.mask[rows]].any() and not entropy[~r.mask[rows]].any()
+    got, want = (torch.autograd.grad((x**2).sum(), decoder.parameters) for x in (logp, expected[rows]))
+    assert_close(got, want)
+    assert torch.equal(dense_logprobs(decoder, r, rows)[0], logp)
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 12, 20, 1000])
+def test_scores_do_not_depend_on_the_micro_batches(micro_tokens):
+    """Rows are scored in batches of similar length and come back in their own order, on the CPU, without gradient."""
+    decoder = toy_decoder()
+    r = recorded(torch.randint(11, (5, 9), generator=seeded(1)), [3, 1, 5, 2, 4], [4, 3, 1, 1, 2], temperature=0.7)
+    logp, entropy = module.rescore(decoder, r, micro_tokens)
+    assert not logp.requires_grad and not entropy.requires_grad
+    for i in range(5):
+        expected = module.dense_logprobs(decoder, r, torch.tensor([i]), entropy=True)
+        assert_close((logp[i : i + 1], entropy[i : i + 1]), tuple(x.detach() for x in expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_probs_are_taken_in_at_least_fp32(dtype, token_logprobs=module.token_logprobs):
+    """Half precision is widened, float64 kept."""
+    scored = token_logprobs(torch.ones(3, 4, dtype=dtype), lambda h: h, torch.tensor([0, 1, 2]), entropy=True)
+    assert [x.dtype for x in scored] == [torch.promote_types(dtype, torch.float32)] * 2
+
+
+def test_greedy_responses_are_scored_at_temperature_one():
+    """Their log-probs are those of temperature 1, so that is the temperature of the record."""
+    model = tiny_model()
+    for temperature, stored in ((0, 1.0), (0.7, 0.7)):
+        r = sparse(model, PROMPTS, group_size=1, compressor="full", temperature=temperature, generator=seeded(1))
+        assert r.temperature == stored
+        assert (dense(model, r) - r.logp_sparse).abs().max() < 1e-5
