@@ -340,13 +340,13 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in `path`; ValueError names the file if it is missing or broken."""
+    """The JSON object in `path`; ValueError names the file if it is missing or broken, OSError if reading it fails."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: is its folder the right one?") from None
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        raise OSError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -384,7 +384,8 @@ def weight_files(folder: Path) -> list[Path]:
 def stored_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
     """Every (file, name, tensor) of a folder, one at a time, but for the `inv_freq` buffers of old files.
 
-    Raises ValueError naming the file if it is broken or holds a name for the second time, with `model.` or without.
+    Raises ValueError naming the file if it is broken or holds a name for the second time, with `model.` or without;
+    OSError if reading it fails.
     """
     seen: set[str] = set()
     for file in weight_files(folder):
@@ -398,8 +399,10 @@ def stored_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
                         raise ValueError(f"{file}: second tensor {name!r}")
                     seen.add(short)
                     yield file, name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+        except OSError as error:
+            raise OSError(f"cannot read {file}: {error}") from None
 
 
 def as_parameter(stored: Tensor, shape: torch.Size, dtype: torch.dtype, device, where: str) -> Tensor:

@@ -33,9 +33,9 @@ LONGEST = 1_000_000  # of a sequence, a cache, a batch: a larger number is a sli
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def option(default, text: str, choices=None, numbers=False, **bounds):
-    """A config field: its help text, the values it may take, whether it holds numbers, its bounds (see BOUNDS)."""
-    return field(default=default, metadata={"help": text, "choices": choices, "numbers": numbers, "bounds": bounds})
+def option(default, text: str, choices=None, **bounds):
+    """A config field: its help text, the values it may take, its bounds (see BOUNDS)."""
+    return field(default=default, metadata={"help": text, "choices": choices, "bounds": bounds})
 
 
 def flag(name: str) -> str:
@@ -49,15 +49,13 @@ def check_options(config) -> None:
     for f in fields(config):
         value, bounds, choices = getattr(config, f.name), f.metadata["bounds"], f.metadata["choices"]
         if type(value) is int and "below" not in bounds:
-            bounds = {"at_most": LONGEST} | bounds
+            bounds = bounds | {"at_most": bounds.get("at_most", LONGEST)}
         allowed = typing.get_args(types[f.name]) or (types[f.name],)
         wanted = None
         if type(value) not in allowed + ((int,) if float in allowed else ()):  # a bool is no int here
             wanted = allowed[0].__name__
         elif isinstance(value, str) and ("\0" in value or (f.default and not value.strip())):
             wanted = "text without NUL, and not empty"
-        elif f.metadata["numbers"] and value != f.default and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", value):
-            wanted = "numbers with commas between"
         elif choices and value not in choices:
             wanted = f"one of {', '.join(choices)}"
         elif value is not None and not all(BOUNDS[word](value, limit) for word, limit in bounds.items()):
@@ -74,7 +72,10 @@ class Parser(argparse.ArgumentParser):
     """A parser that refuses in one line, and reads `@file` as a shell would: quotes, and # for comments."""
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line.removeprefix("\ufeff"), comments=True)
+        try:
+            return shlex.split(arg_line.removeprefix("\ufeff"), comments=True)
+        except ValueError as error:
+            raise ValueError(f"{error} in the line {arg_line!r} of an @file") from None
 
     def error(self, message: str) -> typing.NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -101,7 +102,7 @@ def parse_config(config_class, argv: list[str] | None, prog: str, description: s
     try:
         given = vars(parser.parse_args(argv))
         return config_class(**given), given
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:  # an @file can name itself
         parser.error(str(error))
 
 
@@ -284,7 +285,7 @@ def save_checkpoint(
         tensors = {f"{names[i]}.{key}": value for i, entry in state.items() for key, value in entry.items()}
         save_file(tensors, partial / "training" / "optimizer.safetensors")
         write_json(partial / "training" / "state.json", {"step": step} | identity)
-    except (OSError, SafetensorError):
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
         raise
     shutil.rmtree(final, ignore_errors=True)
@@ -295,12 +296,16 @@ def save_checkpoint(
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: Path) -> None:
-    """Put back the state that `save_checkpoint` wrote. ValueError if it is not that of this decoder."""
+    """Put back the state that `save_checkpoint` wrote. ValueError if it is not that of this decoder, or not whole."""
     file = folder / "training" / "optimizer.safetensors"
+    if not file.exists():
+        raise ValueError(f"{file} does not exist")
     try:
         tensors = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+    except OSError as error:
+        raise OSError(f"cannot read {file}: {error}") from None
     shapes = {
         f"{name}.{key}": torch.Size(()) if key == "step" else parameter.shape
         for name, parameter in decoder.named_parameters()
@@ -345,7 +350,8 @@ def check_inputs(run: Path, now: dict) -> None:
         raise ValueError(
             f"{run} holds no inputs.json, the hashes of what it read: an older version began it, start anew"
         )
-    if changed := [flag(name) for name, value in read_json(file).items() if now[name] != value]:
+    began = read_json(file)
+    if changed := [flag(name) for name in PATHS if began.get(name) != now[name]]:
         raise ValueError(f"{', '.join(changed)}: not what {run} began with. Name the old one, or start a new run")
 
 

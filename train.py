@@ -534,7 +534,7 @@ def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
             config = runs.resumed(Config, given, FREE)
         elif config.eval_data is None:
             data = Path(config.data)
-            beside = data.with_name(data.name.replace("-train", "-heldout"))
+            beside = data.parent / data.name.replace("-train", "-heldout")
             config = replace(config, eval_data=str(beside) if beside != data and beside.exists() else "")
         device = runs.pick_device(config.device, config.threads)
         inputs = read_inputs(config)

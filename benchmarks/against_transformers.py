@@ -32,9 +32,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval import table
 from model import Decoder, load_model, rope_frequencies, save_model
 from rollout import rollout
+from runs import table
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 TOLERANCE = 1e-4

@@ -38,22 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from memory import high_water
 
 import rollout as sampler
-from eval import (
-    ASSETS,
-    check_options,
-    megabytes,
-    numbers,
-    one_sentence,
-    option,
-    parse_config,
-    pick_device,
-    table,
-    write_json,
-)
-from grpo import token_logprobs
+from experiments.commas import numbers
 from kvcache import COMPRESSORS, LayerCache, check_settings
 from model import MLP, Attention, Decoder, ModelConfig, load_model, project
-from rollout import cache_for, rollout
+from rollout import cache_for, rollout, token_logprobs
+from runs import check_options, megabytes, one_sentence, option, parse_config, pick_device, table, write_json
+from task import ASSETS
 
 PARTS = ("rollout", "decode", "shares", "learner", "memory")
 
@@ -65,8 +55,8 @@ class Settings:
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     parts: str = option(",".join(PARTS), "which parts, by commas")
     compressors: str = option("full,snapkv", f"policies, by commas: {', '.join(COMPRESSORS)}")
-    lengths: str = option("256,1024,4096", "tokens of a sequence, prompt included, by commas, rising", numbers=True)
-    rows: str = option("1,8,32", "rows sampled at a time, by commas", numbers=True)
+    lengths: str = option("256,1024,4096", "tokens of a sequence, prompt included, by commas, rising")
+    rows: str = option("1,8,32", "rows sampled at a time, by commas")
     prompt: int = option(64, "tokens of the prompt", at_least=1)
     budget: int = option(512, "keys that survive a cut, per layer and KV head")
     buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
@@ -84,10 +74,10 @@ class Settings:
         for name, known in (("parts", PARTS), ("compressors", COMPRESSORS)):
             if odd := [word for word in getattr(self, name).split(",") if word not in known]:
                 raise ValueError(f"--{name}: {odd[0]!r} is none of {', '.join(known)}")
-        lengths = [self.prompt, *numbers(self.lengths)]
+        lengths = [self.prompt, *numbers(self, "lengths")]
         if lengths != sorted(set(lengths)):
             raise ValueError(f"--lengths {self.lengths} must rise, from above the --prompt of {self.prompt}")
-        if 0 in numbers(self.rows):
+        if 0 in numbers(self, "rows"):
             raise ValueError(f"--rows {self.rows}: at least 1 each")
         for name in self.compressors.split(","):
             check_settings(name, self.budget, self.buffer, self.window)
@@ -164,9 +154,9 @@ def sample(model, config: Settings, rows: int, length: int, compressor: str) -> 
 
 def measure_rollout(model: Decoder, config: Settings) -> list[dict]:
     """Tokens/s of all rows up to each length; medians over repeats, the policies taking turns."""
-    lengths, names = numbers(config.lengths), config.compressors.split(",")
+    lengths, names = numbers(config, "lengths"), config.compressors.split(",")
     found = []
-    for rows in numbers(config.rows):
+    for rows in numbers(config, "rows"):
         turns = [{n: steps(model, config, rows, lengths[-1], n) for n in names} for _ in range(config.repeats)]
         for name in names:
             for length in lengths:
@@ -195,7 +185,7 @@ def measure_decode(model: Decoder, config: Settings) -> list[dict]:
     matrices, speed = linears(model), bandwidth(device)
     weight_bytes = sum(weight.nbytes for weight in matrices)
     found = []
-    for rows in numbers(config.rows):
+    for rows in numbers(config, "rows"):
         inputs = [torch.randn(rows, 1, weight.shape[1], device=device, dtype=dtype) for weight in matrices]
 
         def products(product: Callable, inputs=inputs) -> None:
@@ -205,11 +195,11 @@ def measure_decode(model: Decoder, config: Settings) -> list[dict]:
         names, turns, bare = config.compressors.split(","), [], []
         ways = {"linears": partial(products, F.linear), "products": partial(products, project)}
         for _ in range(config.repeats):
-            turns.append({n: steps(model, config, rows, numbers(config.lengths)[-1], n) for n in names})
+            turns.append({n: steps(model, config, rows, numbers(config, "lengths")[-1], n) for n in names})
             bare.append(medians(ways, 20))
         bare = {way: statistics.median(times[way] for times in bare) for way in ways}
         for name in names:
-            for length in (numbers(config.lengths)[0], numbers(config.lengths)[-1]):
+            for length in (numbers(config, "lengths")[0], numbers(config, "lengths")[-1]):
                 last = length - config.prompt - 1
                 step = statistics.median(float(t[name][max(0, last - config.buffer) : last].mean()) for t in turns)
                 how = {**config.cache, "dtype": dtype, "device": "meta"}
@@ -272,7 +262,7 @@ PLACES = {
 
 def measure_shares(model: Decoder, config: Settings) -> list[dict]:
     """Shares of a rollout's time by part; "the rest" is norms, bookkeeping and Python. The clocks cost a little too."""
-    rows, length, found = numbers(config.rows)[-1], numbers(config.lengths)[-1], []
+    rows, length, found = numbers(config, "rows")[-1], numbers(config, "lengths")[-1], []
     for name in config.compressors.split(","):
         shares = defaultdict(list)
         for _ in range(config.repeats):
@@ -292,7 +282,7 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
     The peak is the whole process's until then, so it is that of these passes if no other part ran before.
     """
     device, dtype = model.embed_tokens.weight.device, model.embed_tokens.weight.dtype
-    B, T = config.learner_rows, numbers(config.lengths)[0]
+    B, T = config.learner_rows, numbers(config, "lengths")[0]
     tokens = torch.randint(model.config.vocab_size, (B, T), device=device)
 
     def learn() -> None:
@@ -336,7 +326,7 @@ def measure_learner(model: Decoder, config: Settings) -> list[dict]:
 
 def measure_memory(model: Decoder, config: Settings) -> list[dict]:
     """Bytes of a row's cache by part at the last length, what stands beside keys and values, and the rows that fit."""
-    length, found = numbers(config.lengths)[-1], []
+    length, found = numbers(config, "lengths")[-1], []
     for name in config.compressors.split(","):
         how = {**config.cache, "dtype": model.embed_tokens.weight.dtype, "device": "meta"}
         parts = cache_for(model.config, 1, length, compressor=name, **how).nbytes

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench import seconds
 
-from eval import pick_device, table
 from model import load_model
 from rollout import rollout
+from runs import pick_device, table
 
 
 def main() -> None:

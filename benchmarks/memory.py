@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py cache      # the process while it samples 4,096 tokens, dense against budget 512
     python benchmarks/memory.py scoring    # log-probs and entropy at V = 151,936, whole logits against chunks
-    python benchmarks/memory.py learner    # a micro-batch of the bundled model, against the formula of `train.memory`
-    python benchmarks/memory.py sizes      # Qwen2.5 by the formula of `train.memory`, nothing is allocated
+    python benchmarks/memory.py learner    # a micro-batch of the bundled model, against `rollout.memory`
+    python benchmarks/memory.py sizes      # Qwen2.5 by `rollout.memory`, nothing is allocated
 
 Each measurement is a process of its own and reports its resident memory (the operating system's high-water mark) above
 what it held before it began. `scoring` measures two numbers of tokens, forward and backward, and extends the straight
@@ -24,11 +24,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from grpo import token_logprobs
 from model import ModelConfig, load_config, load_model
-from rollout import rollout
-from task import ASSETS, megabytes, parse_config, table
-from train import Config, memory
+from rollout import memory, rollout, token_logprobs
+from runs import megabytes, parse_config, table
+from task import ASSETS
+from train import Config
 
 
 def high_water() -> int:
@@ -116,16 +116,20 @@ def scoring(tokens: int, vocabulary: int) -> None:
     print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences))
 
 
+def estimate(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
+    """`rollout.memory` of these settings, as train.py's plan has it."""
+    how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef") | {"dtype": getattr(torch, config.dtype)}
+    return memory(model, config.cache, config.rows, longest, **how)
+
+
 def learner(rows: int, tokens: int) -> None:
     """Print the peak of a micro-batch of the learner, and what the formula makes of it."""
-    lines, micro = [], ["--micro-tokens", str(rows * tokens)]
-    for way, option in (("scoring", None), ("update", []), ("checkpointing", ["--gradient-checkpointing"])):
+    lines = []
+    for way in ("scoring", "update", "checkpointing"):
         peak = measured("learner", way, "--rows", rows, "--tokens", tokens)["peak"]
-        formula = ""
-        if option is not None:
-            config, _ = parse_config(Config, [*micro, *option], "train.py", "")
-            formula = megabytes(memory(config, load_config(ASSETS / "model"), tokens)["activations"])
-        lines.append([way, megabytes(peak), formula])
+        config = Config(micro_tokens=rows * tokens, gradient_checkpointing=way == "checkpointing")
+        formula = estimate(config, load_config(ASSETS / "model"), tokens)["activations"]
+        lines.append([way, megabytes(peak), "" if way == "scoring" else megabytes(formula)])
     print(f"{rows} rows of {tokens:,} tokens, bundled model")
     print(table(["pass", "peak", "formula"], lines))
 
@@ -149,7 +153,7 @@ def sizes(longest: int) -> None:
             raw["vocab_size"] = 152_064
         options = [f"@{ASSETS / 'paper.args'}", "--dtype", "bfloat16", "--gradient-checkpointing"]
         config, _ = parse_config(Config, options, "train.py", "")
-        need = memory(config, ModelConfig.from_dict(raw), longest)
+        need = estimate(config, ModelConfig.from_dict(raw), longest)
         parts = ("weights", "gradients", "optimizer", "reference", "activations", "cache", "dense cache")
         rows.append([name, f"{need['parameters'] / 1e9:.2f}", *(f"{need[part] / 2**30:.1f}" for part in parts)])
     print(f"GiB; {config.rollout_rows} rows at a time of {longest:,} tokens, micro-batches of {config.micro_tokens:,}")

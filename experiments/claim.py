@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from plot import draw, pyplot, read_run, series
 
-from task import ASSETS, check_options, flag, numbers, one_sentence, option, parse_config, plus_minus, table, write_json
-from train import checkpoints
+from experiments.commas import numbers
+from runs import check_options, checkpoints, flag, one_sentence, option, parse_config, plus_minus, table, write_json
+from task import ASSETS
 
 ROOT = ASSETS.parent
 
@@ -93,7 +94,7 @@ class Settings:
     map: bool = option(False, "budgets x learning rates, two seeds")
     ideas: bool = option(False, f"sparse-rl with one change each ({', '.join(IDEAS)}) and smaller steps, five seeds")
     serve: bool = option(False, "evaluate the final models of --full and --ideas, dense and compressed")
-    seeds: str = option("", "other seeds, with commas between", numbers=True)
+    seeds: str = option("", "other seeds, with commas between")
     workers: int = option(0, "processes at a time, one thread each; 0 takes the number of cores", at_least=0)
     out: str = option("runs/claim", "folder of runs and results")
 
@@ -101,6 +102,7 @@ class Settings:
         check_options(self)
         if self.full + self.map + self.ideas + self.serve > 1:
             raise ValueError("--full, --map, --ideas and --serve are separate parts: give one")
+        self.seeds_or(())
 
     @property
     def part(self) -> str:
@@ -109,7 +111,7 @@ class Settings:
 
     def seeds_or(self, fixed: tuple[int, ...]) -> list[int]:
         """The seeds given, else the fixed ones."""
-        return numbers(self.seeds) or list(fixed)
+        return numbers(self, "seeds") if self.seeds else list(fixed)
 
 
 def run_settings(arm: str, seed: int, budget: int, lr: float) -> dict:
@@ -175,6 +177,7 @@ CHILDREN: set[subprocess.Popen] = set()  # what runs now
 def call(command: list[str], log: Path) -> None:
     """Run a script of this repository; RuntimeError that names the log if it fails."""
     how = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "stderr": subprocess.STDOUT}
+    how["start_new_session"] = True  # Ctrl-C in the terminal is for this process, which tells the others once to end
     with log.open("a", encoding="utf-8") as file, subprocess.Popen([sys.executable, *command], stdout=file, **how) as p:
         CHILDREN.add(p)
         code = p.wait()

@@ -21,25 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from claim import shown
 
-from eval import (
-    ASSETS,
-    check_options,
-    is_correct,
-    load_problems,
-    load_tokenizer,
-    numbers,
-    one_sentence,
-    option,
-    parse_config,
-    pick_device,
-    sample_responses,
-    table,
-    usable,
-)
+from experiments.commas import numbers
 from grpo import mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
 from model import load_model
-from train import Config, score
+from rollout import rescore, rollout_batches
+from runs import check_options, one_sentence, option, parse_config, pick_device, table
+from task import ASSETS, is_correct, load_problems, load_tokenizer, prepare
 
 
 @dataclass(frozen=True)
@@ -49,7 +37,7 @@ class Settings:
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
     limit: int = option(64, "the first so many problems", at_least=1)
-    budgets: str = option("128,256,512", "budgets, with commas between", numbers=True)
+    budgets: str = option("128,256,512", "budgets, with commas between")
     buffer: int = option(32, "keys a row gathers beyond the budget before it is cut")
     window: int = option(8, "newest tokens that always survive")
     max_new_tokens: int = option(1000, "longest response", at_least=1)
@@ -75,24 +63,24 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config, _ = parse_config(Settings, argv, "experiments/compressors.py", "Every cache policy at several budgets.")
     with one_sentence("experiments/compressors.py"):
-        budgets = numbers(config.budgets)
+        budgets = numbers(config, "budgets")
         runs = [("full", 0)] + [(name, budget) for name in COMPRESSORS if name != "full" for budget in budgets]
         for name, budget in runs:
             check_settings(name, budget, config.buffer, config.window)
         device = pick_device(config.device, config.threads)
         tokenizer, eos_ids = load_tokenizer(config.model)
         model = load_model(config.model, device=device)
-        problems, prompts = usable(load_problems(config.data)[: config.limit], tokenizer, model.config.vocab_size)
+        prompts = prepare(load_problems(config.data)[: config.limit], tokenizer, model.config.vocab_size)
         if config.out:
             new_file(Path(config.out))
     results = []
     with one_sentence("experiments/compressors.py", (OSError, MemoryError, FloatingPointError)):
         for name, budget in runs:
-            r = sample_responses(
+            r = rollout_batches(
                 model,
-                prompts,
+                [prompt.ids for prompt in prompts],
                 group_size=1,
-                rows=len(problems),
+                rows=len(prompts),
                 max_new_tokens=config.max_new_tokens,
                 eos_ids=eos_ids,
                 compressor=name,
@@ -102,8 +90,8 @@ def main(argv: list[str] | None = None) -> None:
                 generator=torch.Generator().manual_seed(config.seed),
                 progress=True,
             )
-            logp_old, _ = score(model, r, Config())
-            right = [is_correct(tokenizer.decode(r.response(i)), p.answer) for i, p in enumerate(problems)]
+            logp_old, _ = rescore(model, r, micro_tokens=8192)
+            right = [is_correct(tokenizer.decode(r.response(i)), p.answer) for i, p in enumerate(prompts)]
             measured = mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon)
             results.append({"compressor": name, "budget": budget, "kv_saved": r.kv_saved, **measured})
             results[-1]["accuracy"] = sum(right) / len(right)

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval import one_sentence
-from train import Config, experiment, read_lines
+from runs import PATHS, one_sentence, read_records
+from train import FREE, Config
 
 PANELS = (  # column, title
     ("dense", "greedy accuracy, dense"),
@@ -35,7 +35,7 @@ def read_run(folder: Path) -> dict:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         Config(**settings)
-        metrics, evaluations = (read_lines(folder / name, sys.maxsize) for name in ("metrics.jsonl", "evals.jsonl"))
+        metrics, evaluations = (read_records(folder / name, sys.maxsize) for name in ("metrics.jsonl", "evals.jsonl"))
         if not metrics:
             raise ValueError("no step is finished")
     except (OSError, ValueError, TypeError) as error:
@@ -91,12 +91,12 @@ def draw(groups: dict[str, list[dict]], file: Path) -> None:
 
 def group(runs: list[dict]) -> dict[str, list[dict]]:
     """Runs that differ in the seed alone, under the settings in which the groups differ."""
-    settings = [experiment(Config(**run["settings"])) for run in runs]
-    hidden = ("seed", "out")
+    settings = [run["settings"] for run in runs]
+    hidden = {"seed", "out", *FREE} - {*PATHS}
     names = [n for n in settings[0] if n not in hidden and len({s[n] for s in settings}) > 1]
     groups: dict[str, list[dict]] = {}
-    for run, s in zip(runs, settings, strict=True):
-        groups.setdefault(", ".join(f"{n} {s[n]}" for n in names) or "all", []).append(run)
+    for run in runs:
+        groups.setdefault(", ".join(f"{n} {run['settings'][n]}" for n in names) or "all", []).append(run)
     return groups
 
 

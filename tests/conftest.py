@@ -1,4 +1,4 @@
-"""A model folder and problems of a few kilobytes, for tests of whole command lines."""
+"""A model folder and problems of a few kilobytes, and a run on them, for tests of whole command lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_model
+from runs_of_train import half_right, run
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from model import save_model
@@ -36,3 +37,17 @@ def files(tmp_path_factory) -> Path:
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(2)]
         (folder / f"p-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+@pytest.fixture
+def any_digit_is_half_right(monkeypatch):
+    """train.py rewards an even number of tokens, so that random text teaches something."""
+    monkeypatch.setattr("train.is_correct", half_right)
+
+
+@pytest.fixture(scope="session")
+def four_steps(files, tmp_path_factory) -> Path:
+    """One uninterrupted run of four steps, which no test may change."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.is_correct", half_right)
+        return run(files, tmp_path_factory.mktemp("runs") / "four")

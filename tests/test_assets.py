@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model import load_model
-from task import ASSETS, encode, extract_answer, load_problems, load_tokenizer
+from task import ASSETS, extract_answer, load_problems, load_tokenizer, prepare
 
 sys.path.insert(0, str(ASSETS))
 import make_bundled
@@ -66,7 +66,7 @@ def test_the_bundle_is_small_and_in_the_formats_of_real_models():
     assert model.config.vocab_size == tokenizer.get_vocab_size()
     unknown = tokenizer.token_to_id(make_bundled.UNKNOWN)
     problems = [problem for name in SETS for problem in load_problems(ASSETS / f"{name}.jsonl")]
-    assert all(unknown not in ids for ids in encode(problems, tokenizer))
+    assert all(unknown not in prompt.ids for prompt in prepare(problems, tokenizer, model.config.vocab_size))
     assert json.loads((ASSETS / "model" / "config.json").read_text())["model_type"] == "llama"
 
 

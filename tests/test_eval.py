@@ -11,7 +11,9 @@ from helpers import constant_model, tiny_model
 from tokenizers import Tokenizer, models
 
 import eval as evaluation
-from eval import Problem, load_problems, pass_at_k, render
+from eval import pass_at_k
+from rollout import rollout_batches
+from task import Problem, Prompt, load_problems, render
 
 QUESTION = "What is 6 * 7?"
 
@@ -88,7 +90,7 @@ def test_accuracy_and_standard_error_are_over_problems(monkeypatch):
         tiny_model(),
         word_tokenizer("a", "b"),
         [1],
-        [Problem("a", "1"), Problem("b", "2")],
+        [Prompt("a", [1], "1"), Prompt("b", [2], "2")],
         samples=4,
         rows=8,
         max_new_tokens=3,
@@ -123,7 +125,7 @@ def test_evaluation_can_fall_back_to_the_last_number(extract, accuracy):
         constant_model([0.0, 9.0]),
         word_tokenizer("7"),
         [],
-        [Problem("7", "7")],
+        [Prompt("7", [1], "7")],
         extract=extract,
         rows=1,
         max_new_tokens=1,
@@ -137,9 +139,7 @@ def test_results_do_not_depend_on_how_many_rows_are_sampled_at_once():
     prompts = [[1, 2], [3], [4, 5, 6]]
     settings = {"group_size": 2, "max_new_tokens": 6, "eos_ids": [0], "compressor": "full"}
     one, many = (
-        evaluation.sample_responses(
-            tiny_model(), prompts, rows=rows, generator=torch.Generator().manual_seed(0), **settings
-        )
+        rollout_batches(tiny_model(), prompts, rows=rows, generator=torch.Generator().manual_seed(0), **settings)
         for rows in (1, 100)
     )
     assert [one.response(i) for i in range(6)] == [many.response(i) for i in range(6)]

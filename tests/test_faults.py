@@ -11,23 +11,31 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import tiny_model
-from test_train import any_digit_is_half_right, assert_same_tensors, four_steps, lines, run, timeless  # noqa: F401
+from runs_of_train import arguments, assert_same_run, assert_same_tensors, lines, run, timeless
 
+import rollout
+import runs
 import train
-from grpo import token_logprobs
 from kvcache import COMPRESSORS
 from model import load_model
-from task import ASSETS
+from rollout import memory, token_logprobs
+from runs import checkpoints
+
+pytestmark = pytest.mark.usefixtures("any_digit_is_half_right")
+
+# ------------------------------------------------------------------------------------------------ killed and stopped
 
 CHILD = """
 import os, signal, sys
-sys.path.insert(0, {root!r})
-import rollout, torch, train
+sys.path[:0] = {paths!r}
+import rollout, runs, torch, train
+from runs_of_train import half_right
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -52,11 +60,11 @@ def half_a_line(real, path, records):
 moments = {{
     "rollout": lambda: at_call(rollout, "sample", 60, lambda *_, **__: None),
     "update": lambda: at_call(torch.optim.AdamW, "step", 3, lambda real, *args, **kwargs: real(*args, **kwargs)),
-    "checkpoint": lambda: at_call(train, "save_file", 2, half_a_file),
-    "metrics": lambda: at_call(train, "append", 5, half_a_line),  # evaluation; samples and metrics of each step
+    "checkpoint": lambda: at_call(runs, "save_file", 2, half_a_file),
+    "metrics": lambda: at_call(runs, "append", 5, half_a_line),  # evaluation; samples and metrics of each step
     "any": lambda: None,
 }}
-train.is_correct = lambda response, answer: len(response) % 2 == 0
+train.is_correct = half_right
 moments[sys.argv[1]]()
 train.main(sys.argv[2:])
 """
@@ -64,11 +72,8 @@ train.main(sys.argv[2:])
 
 def start(moment: str, files: Path, out: Path) -> subprocess.Popen:
     """Start train.py as a process that dies at a moment, on the settings of `four_steps`."""
-    recorded: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "main", recorded.extend)
-        run(files, out)
-    command = [sys.executable, "-c", CHILD.format(root=str(ASSETS.parent)), moment, *recorded]
+    child = CHILD.format(paths=[str(Path(train.__file__).parent), str(Path(__file__).parent)])
+    command = [sys.executable, "-c", child, moment, *arguments(files, out)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -82,18 +87,8 @@ def killed(files, tmp_path_factory):
     return {moment: (start(moment, files, out), out) for moment, out in folders.items()}
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Every line but its times, every weight and every optimizer state, bit for bit."""
-    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):
-        assert timeless(lines(one / name)) == timeless(lines(other / name)), name
-    assert_same_tensors(one, other)
-
-
-# ------------------------------------------------------------------------------------------------ killed and stopped
-
-
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_resumes_as_if_nothing_had_happened(moment, killed, four_steps):  # noqa: F811
+def test_a_killed_run_resumes_as_if_nothing_had_happened(moment, killed, four_steps):
     """kill -9 while it samples, after the weights moved, in half a checkpoint, in half a line of metrics."""
     process, out = killed[moment]
     assert process.wait() == -signal.SIGKILL
@@ -102,7 +97,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(moment, killed, four_st
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_resumes_as_if_nothing_had_happened(files, four_steps, tmp_path):  # noqa: F811
+def test_a_run_killed_at_any_moment_resumes_as_if_nothing_had_happened(files, four_steps, tmp_path):
     """Thirty moments drawn from the whole life of the process, the import of PyTorch included."""
     began = time.perf_counter()
     start("any", files, tmp_path / "whole").wait()
@@ -123,60 +118,86 @@ def test_a_run_killed_at_any_moment_resumes_as_if_nothing_had_happened(files, fo
     assert resumed > 5
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_leaves_a_checkpoint_of_the_last_finished_step(
-    number, code, files, four_steps, tmp_path, capsys, monkeypatch  # noqa: F811
-):  # fmt: skip
-    """Stopped while it scores step 4, it saves the weights of step 3, and goes on from them."""
-    real, calls = train.score, []
+def signals(numbers: list[int], owner, name: str, call: int, patch: pytest.MonkeyPatch) -> None:
+    """Send this process these signals when a function is called for the so-and-so-many-th time, then call it."""
+    real, calls = getattr(owner, name), itertools.count(1)
 
-    def stopped(*args):
-        calls.append(1)
-        if len(calls) == 4:
-            signal.raise_signal(number)
-        return real(*args)
+    def interrupted(*args, **kwargs):
+        if next(calls) == call:
+            for number in numbers:
+                signal.raise_signal(number)
+        return real(*args, **kwargs)
 
-    monkeypatch.setattr(train, "score", stopped)
-    with pytest.raises(SystemExit) as stop:
-        run(files, tmp_path / "run", "--save-every", "9")
-    assert stop.value.code == code
-    assert f"after step 3; go on with: python train.py --resume {tmp_path / 'run'}" in capsys.readouterr().err
-    assert [step for step, _ in train.checkpoints(tmp_path / "run")] == [3]
-    train.main(["--resume", str(tmp_path / "run")])
-    assert_same_run(tmp_path / "run", four_steps)
+    patch.setattr(owner, name, interrupted)
 
 
-def test_a_signal_amid_an_update_saves_nothing(files, four_steps, tmp_path, monkeypatch):  # noqa: F811
-    """Half-moved weights belong to no step: the run goes on from the last checkpoint."""
-    real = torch.optim.AdamW.step
-    calls = []
+PHASES = {  # what is called then, for the how many-th time, and the step it belongs to
+    "the first evaluation": (rollout, "sample", 20, 0),
+    "sampling": (rollout, "sample", 110, 3),
+    "scoring": (train, "rescore", 3, 3),
+    "the update": (torch.optim.AdamW, "step", 3, 3),
+    "records": (runs, "append", 7, 3),  # 1: the evaluation; 6: samples of step 3; 7: its metrics
+    "a checkpoint": (runs, "save_file", 1, 2),
+    "the last checkpoint": (runs, "save_file", 2, 4),
+    "the last evaluation": (train, "dense_and_sparse", 2, 4),
+}
 
-    def stopped(self, *args):
-        calls.append(1)
-        real(self, *args)
-        if len(calls) == 4:
-            signal.raise_signal(signal.SIGTERM)
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(torch.optim.AdamW, "step", stopped)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_lets_the_step_end_and_saves_it(phase, files, four_steps, tmp_path, capsys):
+    """Its records are written, and a checkpoint though none was due; the resumed run is as if nothing had happened."""
+    *where, step = PHASES[phase]
+    number = signal.SIGTERM if step == 3 else signal.SIGINT
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        signals([number], *where, patch)
         run(files, tmp_path / "run")
-    assert [step for step, _ in train.checkpoints(tmp_path / "run")] == [2]
+    assert stop.value.code == 128 + number
+    last = f"stopped by {number.name} after step {step}; go on with: python train.py --resume {tmp_path / 'run'}"
+    assert last in capsys.readouterr().err.splitlines()[-1]
+    assert next((saved for saved, _ in checkpoints(tmp_path / "run")), 0) == step
+    if step:
+        assert [m["step"] for m in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, step + 1))
     train.main(["--resume", str(tmp_path / "run")])
     assert_same_run(tmp_path / "run", four_steps)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_second_signal_stops_at_once_and_loses_no_checkpoint(phase, files, four_steps, tmp_path, capsys):
+    """Nothing more is written, no half checkpoint left: the run goes on from the newest whole one."""
+    *where, step = PHASES[phase]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        signals([signal.SIGTERM, signal.SIGINT], *where, patch)
+        run(files, tmp_path / "run")
+    assert stop.value.code == 128 + signal.SIGTERM
+    saved = step if phase == "the last evaluation" else (step - 1) // 2 * 2  # --save-every 2
+    assert f"after step {max(0, saved)}; go on with" in capsys.readouterr().err.splitlines()[-1]
+    names = [f"step-{n:06d}" for n in range(2, saved + 1, 2)]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == names
+    train.main(["--resume", str(tmp_path / "run")])
+    assert_same_run(tmp_path / "run", four_steps)
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(files, tmp_path, capsys, monkeypatch):
+    """While the weights load nothing is written yet; exit code 130."""
+    signals([signal.SIGINT], train, "load_model", 1, monkeypatch)
+    with pytest.raises(SystemExit) as stop:
+        run(files, tmp_path / "run")
+    assert stop.value.code == 130 and capsys.readouterr().err == "\ntrain.py: stopped\n"
+    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------------------------------------- disk and memory
 
 
 @pytest.mark.parametrize("limited", ["checkpoint", "metrics"])
-def test_a_full_disk_loses_nothing(limited, files, four_steps, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_full_disk_loses_nothing(limited, files, four_steps, tmp_path, capsys, monkeypatch):
     """One sentence with the way on; the last checkpoint whole, no half one left; with room again the run goes on."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     out, real = tmp_path / "run", train.train_step
 
-    def full(job, step):
-        found = real(job, step)
-        if step == 2:  # a file-size limit stands for the full disk
+    def full(*args):
+        found = real(*args)
+        if args[-1] == 2:  # a file-size limit stands for the full disk
             size = 50_000 if limited == "checkpoint" else (out / "metrics.jsonl").stat().st_size + 100
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
         return found
@@ -210,7 +231,7 @@ def test_out_of_memory_names_what_to_lower_and_the_run_goes_on_with_it(error, fi
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(train, "sample_responses", fails)
+        patch.setattr(train, "rollout_batches", fails)
         run(files, tmp_path / "run", "--eval-data=")
     assert stop.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -226,28 +247,123 @@ def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+DAMAGES = [
+    lambda folder: truncate(folder / "model.safetensors"),
+    lambda folder: truncate(folder / "training" / "optimizer.safetensors"),
+    lambda folder: truncate(folder / "training" / "state.json"),
+    lambda folder: (folder / "training" / "optimizer.safetensors").unlink(),
+    lambda folder: (folder / "config.json").unlink(),
+]
+
+
+def damage(run: Path, step: int, how: Callable[[Path], object] = DAMAGES[0]) -> None:
+    """Spoil the checkpoint of a step."""
+    how(run / "checkpoints" / f"step-{step:06d}")
+
+
+def saved(run: Path) -> list[int]:
+    """The steps of the checkpoints, the newest first."""
+    return [step for step, _ in checkpoints(run)]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(how, files, four_steps, tmp_path, capsys):
+    """It is said which, why, and where it lies now, with the records beside it; the run ends as the undamaged one."""
+    out = shutil.copytree(four_steps, tmp_path / "run")
+    damage(out, 4, how)
+    train.main(["--resume", str(out)])
+    said = next(line for line in capsys.readouterr().out.splitlines() if "moved to" in line)
+    assert "step-000004" in said and said.endswith(f": moved to {out}/damaged-000004-1/checkpoint")
+    aside = out / "damaged-000004-1"
+    assert (aside / "samples.jsonl").read_text() == (four_steps / "samples.jsonl").read_text()
+    assert len(list((aside / "checkpoint").rglob("*"))) >= 4
+    assert_same_run(out, four_steps)
+
+
+def test_records_of_steps_whose_checkpoints_are_all_damaged_stay(files, four_steps, tmp_path):
+    """The run begins anew beside them; damaged again, it gets the next folder."""
+    out = shutil.copytree(four_steps, tmp_path / "run")
+    for count in (1, 2):
+        for step in (2, 4):
+            damage(out, step)
+        train.main(["--resume", str(out)])
+        assert_same_run(out, four_steps)
+        for step in (2, 4):
+            aside = out / f"damaged-{step:06d}-{count}"
+            assert timeless(lines(aside / "metrics.jsonl")) == timeless(lines(four_steps / "metrics.jsonl"))
+            assert len(lines(aside / "samples.jsonl")) == 64 and (aside / "checkpoint" / "model.safetensors").exists()
+
+
+def stop_in(rollouts: int, out: Path, monkeypatch, numbers: list[int], *options: str) -> None:
+    """Resume, and send the signals when so many rollouts begin."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        signals(numbers, train, "rollout_batches", rollouts, patch)
+        train.main(["--resume", str(out), *options])
+
+
+TWICE = [signal.SIGTERM, signal.SIGTERM]  # as good as a kill: nothing is saved
+
+
+def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(files, four_steps, tmp_path, monkeypatch):
+    """--keep 1, step 4 damaged: what the resumed run saves at step 2 stays, and the next resume goes on from there."""
+    out = run(files, tmp_path / "run", "--keep", "1")
+    assert saved(out) == [4]
+    damage(out, 4)
+    stop_in(3, out, monkeypatch, TWICE)
+    assert saved(out) == [2] and (out / "damaged-000004-1" / "checkpoint").exists()
+    stop_in(1, out, monkeypatch, [signal.SIGINT])
+    assert saved(out) == [3]  # what Ctrl-C saves is kept by the same rule
+    train.main(["--resume", str(out)])
+    assert saved(out) == [4]
+    assert_same_run(out, four_steps)
+
+
+def test_a_save_removes_older_checkpoints_only(files, four_steps, tmp_path, monkeypatch):
+    """--keep 2, step 4 damaged, resumed with --save-every 1 --keep 1: step 3 is saved, and stays until step 4 is."""
+    out = run(files, tmp_path / "run", "--keep", "2")
+    damage(out, 4)
+    stop_in(2, out, monkeypatch, TWICE, "--save-every", "1", "--keep", "1")
+    assert saved(out) == [3]
+    train.main(["--resume", str(out)])
+    assert saved(out) == [4]
+    assert_same_run(out, four_steps)
+
+
+def test_a_newer_checkpoint_is_not_pruned(four_steps, tmp_path):
+    """Whoever writes step 3 keeps step 4, which may be somebody's only one."""
+    out = shutil.copytree(four_steps, tmp_path / "run")
+    model = load_model(out / "checkpoints" / "step-000004")
+    optimizer = torch.optim.AdamW(model.parameters())
+    runs.save_checkpoint(out, {}, 3, model, optimizer, out / "checkpoints" / "step-000004", keep=1)
+    assert saved(out) == [4, 3]
+
+
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: truncate(folder / "model.safetensors"),
-        lambda folder: truncate(folder / "optimizer.safetensors"),
-        lambda folder: truncate(folder / "training.json"),
-        lambda folder: (folder / "config.json").unlink(),
-    ],
+    "file", ["model.safetensors", "config.json", "training/optimizer.safetensors", "training/state.json"]
 )
-def test_a_damaged_checkpoint_is_left_for_the_one_before(damage, files, four_steps, tmp_path, capsys):  # noqa: F811
-    """It is said which and why; the run ends where the undamaged one does."""
-    shutil.copytree(four_steps, tmp_path / "run")
-    damage(tmp_path / "run" / "checkpoints" / "step-000004")
-    train.main(["--resume", str(tmp_path / "run")])
-    assert "step-000002" in next(line for line in capsys.readouterr().out.splitlines() if "going back" in line)
-    assert_same_run(tmp_path / "run", four_steps)
+def test_a_disk_error_is_no_damage(file, four_steps, tmp_path, capsys):
+    """It may pass: one sentence that names the file, nothing moved, nothing cut back; and then the run goes on."""
+    out = shutil.copytree(four_steps, tmp_path / "run")
+    place = out / "checkpoints" / "step-000004" / file
+    whole = place.rename(tmp_path / "whole")
+    place.mkdir()  # reading a folder as if it were a file is an OSError
+    before = {path: path.is_file() and path.read_bytes() for path in out.rglob("*")}
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--resume", str(out)])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"cannot read {place}: " in line
+    assert {path: path.is_file() and path.read_bytes() for path in out.rglob("*")} == before
+    place.rmdir()
+    whole.rename(place)
+    train.main(["--resume", str(out)])
+    assert_same_run(out, four_steps)
 
 
-def test_a_checkpoint_of_another_run_is_refused(four_steps, tmp_path, capsys):  # noqa: F811
+def test_a_checkpoint_of_another_run_is_refused(four_steps, tmp_path, capsys):
     """Its settings are stored with it: a folder copied from a run with another seed is not taken for this one's."""
     shutil.copytree(four_steps, tmp_path / "run")
-    file = tmp_path / "run" / "checkpoints" / "step-000004" / "training.json"
+    file = tmp_path / "run" / "checkpoints" / "step-000004" / "training" / "state.json"
     stored = json.loads(file.read_text())
     file.write_text(json.dumps(stored | {"settings": stored["settings"] | {"seed": 7}}))
     with pytest.raises(SystemExit) as stop:
@@ -259,7 +375,7 @@ def test_a_checkpoint_of_another_run_is_refused(four_steps, tmp_path, capsys):  
 def test_keep_leaves_the_newest_checkpoints(files, tmp_path):
     """--keep 2 of four."""
     out = run(files, tmp_path / "run", "--save-every", "1", "--keep", "2", "--eval-data=")
-    assert [step for step, _ in train.checkpoints(out)] == [4, 3]
+    assert saved(out) == [4, 3]
     assert len(list((out / "checkpoints").iterdir())) == 2
 
 
@@ -305,7 +421,7 @@ def test_two_steps_and_a_resume_are_four_steps_in_bf16(files, tmp_path):
     assert_same_tensors(part, whole)
 
 
-def test_gradient_checkpointing_changes_no_bit(files, four_steps, tmp_path):  # noqa: F811
+def test_gradient_checkpointing_changes_no_bit(files, four_steps, tmp_path):
     """The layers are computed again with the same inputs."""
     assert_same_run(run(files, tmp_path / "run", "--gradient-checkpointing"), four_steps)
 
@@ -326,18 +442,19 @@ def test_the_plan_estimates_the_peak_of_forward_and_backward(vocabulary, layers,
         token_logprobs(model.hidden(tokens), model.head, tokens)[0].mean().backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    config = train.Config(micro_tokens=B * T, dtype=dtype, gradient_checkpointing=checkpointing)
-    need = train.memory(config, model.config, T)["activations"]
+    how = {"dtype": getattr(torch, dtype), "micro_tokens": B * T, "gradient_checkpointing": checkpointing}
+    need = memory(model.config, {"compressor": "full"}, B, T, **how)["activations"]
     assert need == pytest.approx(max(itertools.accumulate(changes)), rel=0.1)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_the_plan_states_the_bytes_of_the_cache(compressor, files, tmp_path):
-    """`train.memory` computes without allocating what a rollout then reports."""
+    """`rollout.memory` computes without allocating what a rollout then reports."""
     out = run(files, tmp_path / "run", "--compressor", compressor, "--budget", "9", "--steps", "1", "--eval-data=")
     (metrics,) = lines(out / "metrics.jsonl")
     config = train.Config(**json.loads((out / "config.json").read_text()))
-    need = train.memory(config, load_model(files / "model").config, 4 + 24)
+    how = {"dtype": torch.float32, "micro_tokens": config.micro_tokens}
+    need = memory(load_model(files / "model").config, config.cache, config.rows, 4 + 24, **how)
     assert (need["cache"], need["dense cache"]) == (
         metrics["cache_bytes"],
         pytest.approx(metrics["dense_bytes"], rel=0.2),

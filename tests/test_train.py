@@ -5,48 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
+import shutil
 
 import pytest
 import torch
+from runs_of_train import assert_same_tensors, lines, run, timeless
 from safetensors.torch import load_file
 
 import eval as evaluation
+import grpo
 import train
 from model import load_model
+from rollout import micro_batches
+from task import ASSETS, load_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def any_digit_is_half_right(monkeypatch):
-    """A reward that random text can earn: an even number of tokens."""
-    monkeypatch.setattr(train, "is_correct", lambda response, answer: len(response) % 2 == 0)
-
-
-def run(files: Path, out: Path, *options: str) -> Path:
-    """Train for a few small steps that do evict."""
-    small = (
-        "--budget 8 --buffer 4 --window 2 --prompts 4 --group-size 4 --max-new-tokens 24 --steps 4 --micro-tokens 100"
-    )
-    paths = ["--model", str(files / "model"), "--data", str(files / "p-train.jsonl"), "--out", str(out)]
-    train.main([*paths, *small.split(), "--lr", "1e-2", "--save-every", "2", *options])
-    return out
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def timeless(records: list[dict]) -> list[dict]:
-    """Metrics without those that measure time."""
-    return [{k: v for k, v in r.items() if "second" not in k} for r in records]
-
-
-@pytest.fixture(scope="module")
-def four_steps(files, tmp_path_factory):
-    """One uninterrupted run of four steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "is_correct", lambda response, answer: len(response) % 2 == 0)
-        return run(files, tmp_path_factory.mktemp("runs") / "four")
+pytestmark = pytest.mark.usefixtures("any_digit_is_half_right")
 
 
 def test_a_run_leaves_a_folder_that_tells_everything(files, four_steps):
@@ -68,7 +41,7 @@ def test_a_checkpoint_is_a_model_folder_and_differs_from_the_start(files, four_s
     checkpoint = four_steps / "checkpoints" / "step-000004"
     before, after = load_model(files / "model").state_dict(), load_model(checkpoint).state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert evaluation.load_tokenizer(checkpoint)[1] == [1]
+    assert load_tokenizer(checkpoint)[1] == [1]
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(files, four_steps, tmp_path):
@@ -78,12 +51,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(files, four_s
         assert timeless(lines(same / name)) == timeless(lines(four_steps / name))
     assert lines(other / "samples.jsonl") != lines(four_steps / "samples.jsonl")
     assert_same_tensors(same, four_steps)
-
-
-def assert_same_tensors(a: Path, b: Path) -> None:
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        one, two = (load_file(run / "checkpoints" / "step-000004" / name) for run in (a, b))
-        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_a_run_started_with_relative_paths_is_resumed_from_elsewhere(files, tmp_path, monkeypatch):
@@ -107,25 +74,42 @@ def test_two_steps_and_a_resume_are_four_steps(files, four_steps, tmp_path):
     assert_same_tensors(part, four_steps)
 
 
+def test_a_checkpoint_is_nothing_but_a_model_to_other_tools(four_steps):
+    """All *.safetensors beside its config.json, taken together, are the model: what only training needs lies below."""
+    checkpoint = four_steps / "checkpoints" / "step-000004"
+    tensors = [
+        (name.removeprefix("model."), t) for f in checkpoint.glob("*.safetensors") for name, t in load_file(f).items()
+    ]
+    model = load_model(checkpoint).state_dict()
+    assert sorted(name for name, _ in tensors) == sorted(model) and all(torch.equal(t, model[n]) for n, t in tensors)
+    assert {path.name for path in checkpoint.glob("*/*")} == {"optimizer.safetensors", "state.json"}
+
+
+def test_transformers_opens_a_checkpoint(four_steps):
+    """With the same logits."""
+    transformers = pytest.importorskip("transformers")
+    checkpoint, tokens = four_steps / "checkpoints" / "step-000004", torch.arange(12).view(2, 6)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(checkpoint)(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["", "math-train.v2/"])
+def test_the_default_held_out_problems_lie_beside_the_training_file(folder, files, tmp_path, monkeypatch, capsys):
+    """Only in the file's name does -train become -heldout, whatever its folder is called."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for part in ("train", "heldout"):
+        shutil.copy(files / f"p-{part}.jsonl", tmp_path / folder)
+    train.main(["--model", str(files / "model"), "--data", f"{folder}p-train.jsonl", "--dry-run"])
+    assert f"held out  6 in {folder}p-heldout.jsonl" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("correction", ["released", "reject", "reweight", "none"])
 def test_every_correction_trains(correction, files, tmp_path):
     """A step with each, two updates, KL on, token aggregation."""
-    out = run(
-        files,
-        tmp_path / "run",
-        "--correction",
-        correction,
-        "--steps",
-        "1",
-        "--updates",
-        "2",
-        "--kl-coef",
-        "0.1",
-        "--aggregation",
-        "token",
-        "--eval-data",
-        "",
-    )
+    options = "--steps 1 --updates 2 --kl-coef 0.1 --aggregation token --eval-data= --correction"
+    out = run(files, tmp_path / "run", *options.split(), correction)
     (metrics,) = lines(out / "metrics.jsonl")
     assert metrics["grad_norm"] > 0 and metrics["updates_skipped"] == 0
 
@@ -162,10 +146,8 @@ def test_an_all_rejected_step_leaves_the_weights_alone(files, tmp_path, monkeypa
 def test_only_responses_with_a_gradient_are_computed(kl_coef, files, tmp_path, monkeypatch):
     """Nothing is computed for rejected ones and those without advantage or KL; the update is as with all of them."""
     monkeypatch.setattr("grpo.rejection_mask", lambda logp_old, *_: (1e4 * logp_old[:, 0]).long() % 2 == 0)
-    sizes, policy_loss = [], train.policy_loss
-    monkeypatch.setattr(
-        train, "policy_loss", lambda logp, *a, **k: sizes.append(len(logp)) or policy_loss(logp, *a, **k)
-    )
+    sizes, loss = [], grpo.surrogate_loss
+    monkeypatch.setattr(grpo, "surrogate_loss", lambda logp, *a, **k: sizes.append(len(logp)) or loss(logp, *a, **k))
 
     def step(name: str) -> tuple[float, list[dict], int]:
         sizes.clear()
@@ -195,8 +177,8 @@ def test_scale_step_moves_the_weights_by_the_share_that_was_accepted(files, tmp_
 
 def test_the_extremes_of_xi_are_those_of_the_sampled_tokens(files, tmp_path, monkeypatch):
     """Every xi is 0.5: padding, whose ratio counts as 1 elsewhere, is neither smallest nor largest."""
-    halved = lambda decoder, r, config: ((r.logp_sparse + math.log(0.5)) * r.mask, torch.zeros_like(r.logp_sparse))  # noqa: E731
-    monkeypatch.setattr(train, "score", halved)
+    halved = lambda decoder, r, _: ((r.logp_sparse + math.log(0.5)) * r.mask, torch.zeros_like(r.logp_sparse))  # noqa: E731
+    monkeypatch.setattr(train, "rescore", halved)
     records = lines(run(files, tmp_path / "run", "--steps", "1", "--eval-data", "") / "samples.jsonl")
     assert len({record["tokens"] for record in records}) > 1
     for record in records:
@@ -214,7 +196,7 @@ def test_problems_are_shuffled_passes_and_nothing_is_dropped():
 def test_micro_batches_hold_every_row_once_within_the_token_budget():
     """Rows of similar length together; a row longer than the budget stands alone."""
     lengths = torch.tensor([5, 90, 7, 200, 6, 88])
-    batches = list(train.micro_batches(torch.arange(6), lengths, 180))
+    batches = list(micro_batches(torch.arange(6), lengths, 180))
     assert sorted(torch.cat(batches).tolist()) == list(range(6))
     assert all(len(b) == 1 or len(b) * int(lengths[b].max()) <= 180 for b in batches)
     assert [3] in [b.tolist() for b in batches]
@@ -222,7 +204,7 @@ def test_micro_batches_hold_every_row_once_within_the_token_budget():
 
 def test_a_gradient_that_is_not_finite_is_not_applied(files, tmp_path, capsys, monkeypatch):
     """It is said and counted; after three steps in a row the run ends, exit code 2, and no weight has moved."""
-    monkeypatch.setattr(train, "policy_loss", lambda logp, *_, **__: (logp.sum() * torch.nan, {}))
+    monkeypatch.setattr(grpo, "surrogate_loss", lambda logp, *_, **__: (logp.sum() * torch.nan, {}))
     with pytest.raises(SystemExit) as stop:
         run(files, tmp_path / "run", "--eval-data", "")
     assert stop.value.code == 2
@@ -286,7 +268,7 @@ def test_arguments_can_come_from_a_file(files, tmp_path, capsys):
     (tmp_path / "some.args").write_text("# a comment\n--budget 9 --window 3  # another\n")
     run(files, tmp_path / "run", f"@{tmp_path / 'some.args'}", "--dry-run")
     assert "cut to 9 keys" in capsys.readouterr().out
-    run(files, tmp_path / "run", f"@{train.ASSETS / 'paper.args'}", "--dry-run")
+    run(files, tmp_path / "run", f"@{ASSETS / 'paper.args'}", "--dry-run")
     assert "128 prompts x 8 responses of at most 4096 tokens" in capsys.readouterr().out
 
 
