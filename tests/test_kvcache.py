@@ -18,7 +18,6 @@ from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_mode
 from torch import Tensor
 
 import kvcache
-from eval import encode, load_problems, load_tokenizer
 from kvcache import (
     COMPRESSORS,
     EMPTY,
@@ -293,7 +292,7 @@ def sampler(request):
     if not (ASSETS / "model" / "config.json").exists():
         pytest.skip("assets/model is not there: assets/make_bundled.py makes it")
     tokenizer, _ = load_tokenizer(ASSETS / "model")
-    prompts = encode(load_problems(ASSETS / "long-heldout.jsonl")[:1], tokenizer)
+    prompts = [p.ids for p in prepare(load_problems(ASSETS / "long-heldout.jsonl")[:1], tokenizer, 1000)]
     model = load_model(ASSETS / "model", dtype=torch.float64)
     return model, prompts, {"max_new_tokens": 40, "budget": 24, "buffer": 8, "window": 4}
 
