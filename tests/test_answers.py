@@ -243,6 +243,7 @@ LOOK_ALIKES = [  # each group's members differ from one another
     [r"\frac{\frac{x}{y}}{2}", r"\frac{x}{2}", r"\frac{x}{\frac{y}{2}}"],
     ["NOP", "noP"],
     ["1)+7", "1)+8", "1)(-7"],
+    [r"\frac{5}{32,}", r"\frac{5}{32}"],
     [r"\begin{pmatrix}1)\\2\end{pmatrix}", r"\begin{pmatrix}1)\\3\end{pmatrix}"],
     [r"\frac{x}{\frac{y}{z}}", r"\frac{x}{y}", r"\frac{x}{z}"],
     ["0.33..", "0.33", "0.33..."],
