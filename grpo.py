@@ -184,10 +184,11 @@ def denominators(kept: Tensor, aggregation: str, max_length: int | None) -> Tens
 
 
 def teaches(advantages: Tensor, c: Correction) -> Tensor:
-    """(N,) bool: the response has a kept token and an advantage other than 0. The gradient of all others is 0.
+    """(N,) bool: the response has a kept token and an advantage other than 0.
 
-    An update without such a response is skipped whole: AdamW would move the weights at zero gradient, by momentum
-    and weight decay.
+    The policy term of all others has gradient 0; with kl_coef above 0, the KL term of those with a kept token has one.
+    An update without a response that teaches is skipped whole, its KL term included: AdamW would move the weights
+    by momentum and weight decay, with nothing to learn from.
     """
     return (advantages != 0) & c.kept.any(1)
 
