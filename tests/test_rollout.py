@@ -135,6 +135,15 @@ def test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once(compressor
     assert_close(parts.logp_sparse, whole.logp_sparse, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("rows, sizes", [(1, [2, 2, 2]), (3, [2, 2, 2]), (5, [4, 2]), (6, [6])])
+def test_at_most_so_many_rows_are_sampled_at_once(rows, sizes, monkeypatch):
+    """But never less than a group."""
+    found = []
+    monkeypatch.setattr(module, "rollout", lambda *args, **how: found.append(rollout(*args, **how)) or found[-1])
+    rollout_batches(tiny_model(), PROMPTS, rows=rows, group_size=2, max_new_tokens=1, eos_ids=[])
+    assert [len(r.tokens) for r in found] == sizes
+
+
 def test_batches_add_their_seconds_and_report_the_bytes_of_the_largest():
     """What a machine must hold is one batch; what it takes is all of them."""
     model = tiny_model()
@@ -310,8 +319,9 @@ def test_bytes_of_the_dense_cache_are_those_that_full_allocates():
 
 def test_statistics_are_means_over_the_responses():
     """Lengths, and the share that no EOS ended."""
-    r = sparse(tiny_model(), PROMPTS, group_size=4, generator=seeded(1))
+    r = sparse(tiny_model(), PROMPTS, group_size=4, generator=seeded(2))
     bodies = [r.response(i) for i in range(12)]
+    assert 0 < r.finished.sum() < 6
     assert r.statistics["response_length"] == pytest.approx(sum(map(len, bodies)) / 12)
     assert r.statistics["truncated"] == pytest.approx(sum(body[-1] not in (2, 3) for body in bodies) / 12)
     assert r.statistics["tokens_per_second"] == pytest.approx(sum(map(len, bodies)) / r.seconds)
