@@ -157,6 +157,8 @@ def test_a_signal_lets_the_step_end_and_saves_it(phase, files, four_steps, tmp_p
     assert next((saved for saved, _ in checkpoints(tmp_path / "run")), 0) == step
     if step:
         assert [m["step"] for m in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, step + 1))
+    evaluated = {e["step"] for e in lines(tmp_path / "run" / "evals.jsonl")}
+    assert evaluated == ({0, 4} if phase == "the last evaluation" else {0})  # none is begun any more
     train.main(["--resume", str(tmp_path / "run")])
     assert_same_run(tmp_path / "run", four_steps)
 
