@@ -35,6 +35,7 @@ from kvcache import (
 )
 from model import load_model
 from rollout import cache_for, rollout
+from task import load_problems, load_tokenizer, prepare
 
 # ------------------------------------------------------------------------------------------------------- replay
 
