@@ -131,35 +131,33 @@ def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
     return F.max_pool1d(scores.masked_fill(~held.older, -math.inf), kernel, stride=1, padding=kernel // 2)
 
 
-def snapkv_mean(held: Held, kernel: int = 7) -> Tensor:
-    """SnapKV (2404.14469): attention that the W newest queries pay, smoothed over neighbouring keys.
+def snapkv(held: Held, kernel: int = 7) -> Tensor:
+    """SnapKV (2404.14469) for shared KV heads: attention that the W newest queries pay, smoothed over neighbours.
 
-    softmax(q k / sqrt(D)) per query head over all held keys, mean over the W queries, max-pooled over `kernel` older
-    slots. The mean over the query heads of a KV head is ours: the public code caches a key per query head. The paper
-    has W = 32 or 64 and compresses the prompt alone; here W is 8 by default, and decoding compresses as well.
-    """
-    attention = window_logits(held).softmax(-1)  # (B, K, H/K, W, S)
-    return pool_older(attention.mean(dim=(2, 3)), held, kernel)
-
-
-def snapkv_max(held: Held, kernel: int = 7) -> Tensor:
-    """SnapKV's scores in the code released with Sparse-RL, which are R-KV's importance.
-
-    As `snapkv_mean`, but for the largest logit of a KV head's query heads, and a softmax over the older keys only.
+    The largest logit of a KV head's query heads, softmax over the older keys, mean over the W queries, max-pooled over
+    `kernel` older slots. These are the scores of the code released with Sparse-RL, and R-KV's importance; the paper has
+    a key per query head, W = 32 or 64 (8 here by default), and compresses the prompt alone. Of the two ways to pool
+    query heads this one moves the sampler less or as much (experiments/compressors.py, README).
     """
     logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
     attention = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1)
     return pool_older(attention.mean(dim=2), held, kernel)
 
 
+def snapkv_mean(held: Held, kernel: int = 7) -> Tensor:
+    """As `snapkv`, but softmax per query head over all held keys, then the mean over the query heads of a KV head."""
+    attention = window_logits(held).softmax(-1)  # (B, K, H/K, W, S)
+    return pool_older(attention.mean(dim=(2, 3)), held, kernel)
+
+
 def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7, chunk: int = 16) -> Tensor:
     """R-KV (2505.24133): `weight` * importance - (1 - `weight`) * redundancy.
 
-    Importance is `snapkv_max`. Redundancy is the mean cosine between a key and every held key, after the newest
+    Importance is `snapkv`'s. Redundancy is the mean cosine between a key and every held key, after the newest
     similar key of each (cosine > `threshold`) was let off, as a softmax over held keys. (Where a key has no similar
     one, the public code lets off slot 0, which is a slip.) `chunk` keys at a time, so that S x S cosines never exist.
     """
-    importance = snapkv_max(held, kernel)
+    importance = snapkv(held, kernel)
     used, keys = held.used, wide(held.keys)  # (B, K, S), (B, K, S, D)
     inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
     slot = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
@@ -201,14 +199,14 @@ class Compressor:
     layer_budgets: Callable[..., list[int]] = lambda budget, layers, window: [budget] * layers  # the sum must stay
 
 
-SNAPKV = Compressor(snapkv_mean, queries=True)
+SNAPKV = Compressor(snapkv, queries=True)
 COMPRESSORS: dict[str, Compressor] = {
     "full": Compressor(None),
     "streaming": Compressor(streaming, sinks=4),
     "random": Compressor(random, seeds=True),
     "h2o": Compressor(h2o, attention=True, recent_share=0.5),
     "snapkv": SNAPKV,
-    "snapkv-max": Compressor(snapkv_max, queries=True),
+    "snapkv-mean": Compressor(snapkv_mean, queries=True),
     "rkv": Compressor(rkv, queries=True),
     "pyramidkv": replace(SNAPKV, layer_budgets=pyramid_budgets),
 }

@@ -29,7 +29,7 @@ from kvcache import (
     h2o,
     prompt_attention,
     pyramid_budgets,
-    snapkv_max,
+    snapkv,
     snapkv_mean,
     streaming,
 )
@@ -446,7 +446,7 @@ def test_rkv_counts_similarities_below_the_threshold():
 def test_snapkv_pools_over_older_neighbours_only():
     """SnapKV 2404.14469: key 3 is attended most and lifts its 3 neighbours; the window's own key 8 lifts none."""
     keys = [[0.0], [0.0], [0.0], [5.0], [0.0], [0.0], [0.0], [0.0], [9.0]]
-    for name in ("snapkv", "snapkv-max"):
+    for name in ("snapkv", "snapkv-mean"):
         assert keeps(name, keys, [[1.0]] * 9, budget=5) == [3, 4, 5, 6, 8]
 
 
@@ -459,7 +459,7 @@ def test_the_two_ways_to_pool_the_query_heads_of_a_kv_head():
         "positions": torch.arange(4).int()[None, None],
     }
     held = Held(parts, slice(1), seen=torch.tensor([4]), recent=1)
-    mean, largest = (score(held, kernel=1)[0, 0, :3] for score in (snapkv_mean, snapkv_max))
+    mean, largest = (score(held, kernel=1)[0, 0, :3] for score in (snapkv_mean, snapkv))
     assert torch.allclose(mean, torch.tensor([4 + 1, 1 + 3, 1 + 1]) / 16)  # of 4, 1, 1 and of 1, 3, 1, all of 8
     assert torch.allclose(largest, torch.tensor([4, 3, 1]) / 8)  # of the largest logits, the window's own left out
 
@@ -571,7 +571,7 @@ def test_layers_of_equal_length_share_one_plan_per_step():
 
 
 @pytest.mark.parametrize("rows", [4, 3])
-@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "snapkv-max", "rkv"])
+@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "snapkv-mean", "rkv"])
 def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
     """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines never exist whole.)"""
     B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16
