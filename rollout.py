@@ -109,13 +109,21 @@ def cat_rows(tensors: list[Tensor], padding: int = 0) -> Tensor:
 # ----------------------------------------------------------------------------------------------------- sampling
 
 
+def log_softmax_at(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) over the last dimension, in at least fp32: no NaN from finite logits."""
+    logits = wide(logits)
+    if temperature != 1:  # a large logit overflows when divided, and inf - inf is NaN: so the largest becomes 0 first
+        logits = (logits - logits.detach().amax(-1, keepdim=True)).div_(temperature)
+    return logits.log_softmax(-1)
+
+
 def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """Draw one token per row from logits (B, V) with uniforms (B,) in [0, 1): (tokens (B,), log-probs (B,)).
 
     The log-prob is that of the full softmax at this temperature, in at least fp32, whatever top_p leaves out.
     Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
     """
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)  # (B, V)
+    logp = log_softmax_at(logits, temperature or 1.0)  # (B, V)
     if temperature == 0:
         tokens = logp.argmax(-1)
     else:
@@ -293,7 +301,7 @@ def token_logprobs(
     """
 
     def piece(h: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        logp = (wide(head(h)) / temperature).log_softmax(-1)  # (chunk, V)
+        logp = log_softmax_at(head(h), temperature)  # (chunk, V)
         found = logp.gather(-1, target[:, None])[:, 0]
         if not entropy:
             return (found,)
