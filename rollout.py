@@ -132,12 +132,18 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
             ranked, order = p.sort(-1, descending=True)
             beyond = ranked.cumsum(-1) - ranked >= top_p  # never the first
             p = p.scatter(-1, order, ranked.masked_fill(beyond, 0))
-        cdf = p.cumsum(-1)
-        total = cdf[:, -1:]
-        # Below the total even after rounding: the token found then has a probability above 0.
-        threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-        tokens = torch.searchsorted(cdf, threshold, right=True)[:, 0].clamp(max=p.shape[-1] - 1)  # V where p is NaN
+        tokens = first_above(p.cumsum(-1).mul_(p.sign()), uniforms)  # 0 where p is 0: such a token is never drawn
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
+
+
+def first_above(cdf: Tensor, uniforms: Tensor) -> Tensor:
+    """(B,) the first place in each row of cdf (B, V) above uniforms (B,) times the row's largest value; 0 if none is.
+
+    Not a binary search: a running sum that is taken in parallel may fall by a rounding.
+    """
+    total = cdf.amax(-1, keepdim=True)  # (B, 1)
+    below = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to the total
+    return (cdf > torch.minimum(uniforms[:, None] * total, below)).byte().argmax(-1)
 
 
 def right_pad(sequences: list[list[int]]) -> Tensor:

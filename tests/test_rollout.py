@@ -270,6 +270,19 @@ def test_inverse_cdf_is_a_search_in_the_running_sum(top_p):
     assert torch.equal(sample(logits, u, top_p=top_p)[0], expected)
 
 
+def test_a_running_sum_that_falls_back_draws_no_impossible_token(monkeypatch):
+    """A parallel sum may fall by a rounding. The largest sum is the total, wherever it stands, and a token of
+    probability 0 that stands above is passed over."""
+    p = torch.tensor([0.25, 0.0, 0.25, 0.0, 0.25, 0.25, 0.0])
+    running = torch.tensor([0.25, 0.2501, 0.5, 0.4999, 0.75, 1.0, 1.0001])
+    monkeypatch.setattr(Tensor, "cumsum", lambda self, dim: running.expand(self.shape).clone())
+    u = torch.tensor([0.0, 0.24, 0.25, 0.25005, 0.49, 0.49995, 0.5, 0.75, 1 - 2**-24])
+    tokens, _ = sample(p.log().expand(len(u), -1), u)
+    assert tokens.tolist() == [0, 0, 2, 2, 2, 2, 4, 5, 5]
+    running[4], running[5] = 1.0, 0.9999  # the last possible token stands below the one before
+    assert sample(p.log().expand(len(u), -1), u)[0].tolist() == [0, 0, 2, 2, 2, 2, 4, 4, 4]
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_without_numbers_ends_in_a_sentence(bad, top_p):
