@@ -142,8 +142,8 @@ def first_above(cdf: Tensor, uniforms: Tensor) -> Tensor:
     Not a binary search: a running sum that is taken in parallel may fall by a rounding.
     """
     total = cdf.amax(-1, keepdim=True)  # (B, 1)
-    below = torch.nextafter(total, torch.zeros_like(total))  # u * total may round up to the total
-    return (cdf > torch.minimum(uniforms[:, None] * total, below)).byte().argmax(-1)
+    # u * total < total also when rounded, as no u of its precision is nearer to 1 than half a unit in the last place
+    return (cdf > uniforms[:, None] * total).byte().argmax(-1)
 
 
 def right_pad(sequences: list[list[int]]) -> Tensor:
