@@ -110,7 +110,7 @@ def similarity_slip(patch):
 def last_query_only(patch):
     """H2O without its sums: what the last query pays."""
 
-    def received(queries, keys, pad):
+    def received(queries, keys):
         logits = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT / keys.shape[3] ** 0.5
         return logits.softmax(-1).mean(2)[:, :, 0]
 

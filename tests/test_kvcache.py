@@ -151,16 +151,17 @@ class Run:
                 self._feed(layer, t)
 
     def _feed(self, layer: int, t: int) -> None:
-        first = torch.tensor(self.prompts)[:, None]
-        places = torch.arange(max(self.prompts)).expand(len(first), -1) if t == 0 else first + t - 1  # (B, T)
-        pad = places >= first if t == 0 else torch.zeros_like(places, dtype=torch.bool)
-        rows = torch.arange(len(first))[:, None]
-        new = [
-            x[layer][rows, :, places].transpose(1, 2).masked_fill(pad[:, None, :, None], 1e4)
-            for x in (self.queries, self.keys, self.values)
-        ]
-        cache = self.cache[layer]
-        output = cache.attend(*new, places.masked_fill(pad, -1))
+        cache, B = self.cache[layer], len(self.prompts)
+        x = self.queries[layer], self.keys[layer], self.values[layer]  # (B, heads, T, D) each
+        if t == 0:  # each prompt alone, as neighbours of one length would be
+            output = torch.zeros(*x[0].shape[:2], max(self.prompts), x[0].shape[3])
+            for b, P in enumerate(self.prompts):
+                own = [tensor[b : b + 1, :, :P] for tensor in x]
+                output[b, :, :P] = self.cache.rows(b, b + 1)[layer].attend(*own, torch.arange(P)[None])[0]
+        else:
+            places = torch.tensor(self.prompts) + t - 1  # (B,)
+            new = [tensor[torch.arange(B), :, places][:, :, None] for tensor in x]
+            output = cache.attend(*new, places[:, None])
         parts = {name: part.clone() for name, part in cache.parts.items()}
         self.steps[layer].append(Step([p + t for p in self.prompts], output, cache.length.tolist(), parts))
 
@@ -419,18 +420,16 @@ def test_h2o_in_half_precision_rounds_its_output_only():
         assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()  # the last rounding
         assert (ours.double() - exact).abs().max() <= 2 * (theirs.double() - exact).abs().max() + 1e-4
     assert (cache[0].parts["attention"][:, :, :T].double() - received).abs().max() < 1e-3
-    whole = prompt_attention(q, k, torch.zeros(B, 1, T, dtype=torch.bool))
+    whole = prompt_attention(q, k)
     assert (whole.double() - received).abs().max() < 1e-3
 
 
 def test_h2o_sums_of_a_prompt_do_not_depend_on_the_chunk():
-    """Queries come in chunks, so that T x T weights never exist; padding pays nothing."""
+    """Queries come in chunks, so that T x T weights never exist."""
     q, k = torch.randn(2, 4, 50, 8, generator=seeded(0)), torch.randn(2, 2, 50, 8, generator=seeded(1))
-    pad = torch.arange(50).expand(2, 1, 50) >= torch.tensor([50, 33])[:, None, None]  # (B, 1, T)
-    whole = prompt_attention(q, k, pad)  # (B, K, T)
-    assert torch.allclose(prompt_attention(q, k, pad, chunk=7), whole, atol=1e-5)
-    assert torch.allclose(whole.sum(-1), torch.tensor([[50.0], [33.0]]))  # each query pays 1 in all
-    assert not whole[1, :, 33:].any()
+    whole = prompt_attention(q, k)  # (B, K, T)
+    assert torch.allclose(prompt_attention(q, k, chunk=7), whole, atol=1e-5)
+    assert torch.allclose(whole.sum(-1), torch.full((2, 2), 50.0))  # each query pays 1 in all
 
 
 def test_rkv_lets_nothing_off_for_a_key_without_a_similar_one():
