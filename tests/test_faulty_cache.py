@@ -46,7 +46,7 @@ CAUGHT = [
     (faulty.rows_cut_together, partial(rollout.test_a_row_does_not_depend_on_its_batch_mates, "streaming")),
     (faulty.fresh_draws, cache.test_random_draws_once_per_key),
     (faulty.draws_of_the_batch, partial(rollout.test_a_row_does_not_depend_on_its_batch_mates, "random")),
-    (faulty.window_without_causality, of_run(cache.test_right_keys_survive_every_cut, "snapkv-mean")),
+    (faulty.window_without_causality, of_run(cache.test_right_keys_survive_every_cut, "snapkv-mean", 1)),
     (faulty.query_heads_pooled_the_other_way, cache.test_the_two_ways_to_pool_the_query_heads_of_a_kv_head),
     (faulty.query_heads_pooled_the_other_way, of_run(cache.test_right_keys_survive_every_cut, "snapkv")),
     (faulty.query_heads_pooled_the_other_way, of_run(cache.test_right_keys_survive_every_cut, "snapkv", 1)),
