@@ -47,9 +47,7 @@ class EvalConfig:
     top_p: float = option(1.0, "nucleus; the paper evaluates at 0.95", at_least=1e-6, at_most=1)
     extract: str = option("boxed", "last-number takes the last number of a text without a box", choices=task.EXTRACTORS)
     max_new_tokens: int = option(1000, "longest response; what is longer is graded as it stands", at_least=1)
-    rows: int = option(
-        128, "responses sampled at a time (at least a problem's); costs memory, changes no result", at_least=1
-    )
+    rows: int = option(128, "responses sampled at a time (at least a problem's): memory against speed", at_least=1)
     reward: str = option("", "FILE.py:NAME, a function (response, answer) -> float, reported beside accuracy")
     out: str = option("", "folder for the responses and results; default runs/eval-<time>")
     seed: int = option(0, "of the sampler's random numbers", at_least=0, below=2**63)

@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field, fields
 from pathlib import Path
 
@@ -360,14 +360,14 @@ def absolute(settings: dict) -> dict:
     return {name: os.path.abspath(v) if name in PATHS and v else v for name, v in settings.items()}
 
 
-def resumed(config_class, given: dict, free: tuple[str, ...]):
-    """The stored settings of the run given["resume"], with those of `given` that are free; ValueError shows others."""
+def resumed(config_class, given: dict, free: Callable[[dict], set[str]]):
+    """The stored settings of the run given["resume"] with those of `given` that may change; ValueError shows others."""
     file, given = Path(given["resume"]) / "config.json", absolute(given)
     settings = read_json(file)
     if odd := sorted(settings.keys() ^ {f.name for f in fields(config_class)}):
         what = "has no" if odd[0] not in settings else "has an unknown"
         raise ValueError(f"{file} {what} {odd[0]!r}: name a run folder of this version with --resume")
-    changed = [name for name in given if name not in free and given[name] != settings[name]]
+    changed = [name for name in given if name not in free(settings) and given[name] != settings[name]]
     if changed:
         shown = ", ".join(f"{flag(name)} {settings[name]} -> {given[name]}" for name in changed)
         raise ValueError(f"--resume cannot change the experiment ({shown}): start a new run for it")

@@ -37,12 +37,20 @@ from rollout import Rollout, cache_for, dense_logprobs, memory, micro_batches, r
 from runs import megabytes, option
 from task import ASSETS, Prompt, Reward, is_correct
 
-# What a resumed run may change, because it does not change the experiment: its length, its reports, how the machine is
-# used, and where its inputs lie (they are known by their contents).
+# What a resumed run may change, because it does not change the experiment: its length, its reports, where its inputs
+# lie (they are known by their contents), and how the machine is used, which in fp32 moves results by rounding at most.
 FREE = (
     *("steps", "eval_every", "save_every", "keep", "sample_every", "dry_run", "resume", *runs.PATHS),
     *("rollout_rows", "micro_tokens", "gradient_checkpointing", "threads", "device"),
 )
+
+
+def free(settings: dict) -> set[str]:
+    """FREE, less what rounds otherwise in bfloat16: the learner's padding and, but for a CPU, the rows of a rollout."""
+    if settings["dtype"] == "float32":
+        return set(FREE)
+    on_cpu = runs.pick_device(settings["device"], 0).type == "cpu"
+    return set(FREE) - {"micro_tokens"} - (set() if on_cpu else {"rollout_rows", "device"})
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Config:
     group_size: int = option(8, "G, responses to each prompt; a group of one would have no advantage", at_least=2)
     max_new_tokens: int = option(1000, "longest response; a longer one is graded as it stands, and counted", at_least=1)
     temperature: float = option(1.0, "of the sampler and of every log-prob", at_least=1e-3, below=math.inf)
-    rollout_rows: int = option(256, "responses sampled at a time; costs memory, changes no result", at_least=1)
+    rollout_rows: int = option(256, "responses sampled at a time: memory against speed", at_least=1)
     # The objective
     correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=grpo.CORRECTIONS)
     epsilon: float = option(1e-4, "a response with some ratio xi below this is rejected", above=0, below=1)
@@ -532,7 +540,7 @@ def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
     config, given = runs.parse_config(Config, argv, "train.py", about)
     with runs.one_sentence("train.py"):
         if config.resume:
-            config = runs.resumed(Config, given, FREE)
+            config = runs.resumed(Config, given, free)
         elif config.eval_data is None:
             data = Path(config.data)
             beside = data.parent / data.name.replace("-train", "-heldout")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs_of_train import assert_same_run, lines, run
+from runs_of_train import assert_same_run, assert_same_tensors, lines, run
 from safetensors.torch import load_file, save_file
 
 import train
@@ -135,3 +136,25 @@ def test_a_checkpoint_of_another_run_is_refused(place, capsys):
         train.main(["--resume", str(place / "run")])
     assert stop.value.code == 2
     assert f"{mine} belongs to another run" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_in_bf16_a_resumed_run_may_change_only_what_rounds_alike(files, tmp_path, capsys):
+    """On a CPU the rows of a rollout, bit for bit; not the padding of the learner, and elsewhere not the rows either."""
+    how = "--dtype", "bfloat16", "--device", "cpu", "--eval-data="
+    whole, part = run(files, tmp_path / "whole", *how), run(files, tmp_path / "part", *how, "--steps", "2")
+    train.main(["--resume", str(part), "--steps", "4", "--rollout-rows", "4"])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        ours, theirs = (
+            [{k: v for k, v in line.items() if not re.search("second|bytes", k)} for line in lines(folder / name)]
+            for folder in (part, whole)
+        )  # bytes are those of the largest batch
+        assert ours == theirs
+    assert_same_tensors(part, whole)
+    with pytest.raises(SystemExit):
+        train.main(["--resume", str(part), "--micro-tokens", "50"])
+    assert "cannot change the experiment (--micro-tokens 100 -> 50)" in capsys.readouterr().err
+    assert train.free({"dtype": "bfloat16", "device": "meta"}) == train.free({"dtype": "float32"}) - {
+        "micro_tokens",
+        "rollout_rows",
+        "device",
+    }
