@@ -133,7 +133,7 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
             ranked, order = p.sort(-1, descending=True)
             beyond = ranked.cumsum(-1) - ranked >= top_p  # never the first
             p = p.scatter(-1, order, ranked.masked_fill(beyond, 0))
-        tokens = first_above(p.cumsum(-1).mul_(p.sign()), uniforms)  # 0 where p is 0: such a token is never drawn
+        tokens = first_above(p.cumsum(-1).mul_(p.sign_()), uniforms)  # 0 where p is 0: such a token is never drawn
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 
