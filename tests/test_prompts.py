@@ -100,8 +100,7 @@ LOOPS = """{% for message in messages %}
 """
 GENERATION = """{% for message in messages %}
 {% if message.role == "assistant" %}
-{% generation %}{% set said = message.content %}A: {{ said }}{% endgeneration %}
-
+{% generation %}{% set said = message.content %}A: {{ said }}{% endgeneration %}{{ said }}
 {% else %}
 {{ message | tojson }}{{ {"é": ["<&'>"]} | tojson(indent=1) }}
 {% endif %}
@@ -416,6 +415,7 @@ def test_a_template_brings_the_one_bos(tmp_path):
         ("{{ messages[-1].content }} {{ eos_token }}", ["</s>"]),  # Llama 2
         ("{{ bos_token }}{{ messages[0].content }}", []),  # lays no answer out
         ("{{ messages[-1].content }}.<|im_end|>", []),
+        ("{{ messages[-1].content }}{{ '<|im_start|>' if add_generation_prompt else '<|im_end|>' }}", ["<|im_end|>"]),
         (LLAMA, []),  # [eot] is no token here
         ("{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}", []),
     ],
