@@ -174,8 +174,9 @@ def load_template(folder, option: str = "auto") -> Template:
         return option.replace("\\n", "\n")
     if option != "auto" and not option.endswith(".jinja"):
         raise ValueError(
-            f"--template {option!r} is not auto (text as it is, messages through the model's chat template), nor "
-            "FILE.jinja (messages through that one), nor a text with {question} ('{question}' alone: no layout)"
+            f"--template {option!r} is not auto (text as it is; messages, and a `question` with the request for a box, "
+            "through the model's chat template), nor FILE.jinja (through that one), nor a text with {question} "
+            "('{question}' alone: no layout)"
         )
     file, own = Path(folder) / "tokenizer_config.json", Path(folder) / "chat_template.jinja"
     config = read_json(file) if file.exists() else {}

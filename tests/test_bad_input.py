@@ -108,7 +108,7 @@ OPTIONS = [
     flags("--compressor h2o,", "unknown compressor '': choose from full, streaming", "--compressor h2o,rkv", "eval"),
     flags("--bud 9", "unrecognized arguments: --bud 9", "--budget 9"),
     flags("--top-p 0.9", "unrecognized arguments: --top-p 0.9", ""),
-    flags("--template none", "--template 'none' is not auto (text as it is,", ["--template", "{question}"]),
+    flags("--template none", "--template 'none' is not auto (text as it is;", ["--template", "{question}"]),
     flags("--template no.jinja", "cannot read the chat template no.jinja ([Errno 2] No such file", "--template auto"),
     flags("--device abacus", "--device abacus is not usable here (Expected one of cpu", "--device cpu"),
     flags(["--device="], "--device must be text without NUL, and not empty, not ''", ""),
