@@ -30,8 +30,9 @@ product of ratios, and does not always lower the bias.
 
 `correction` names which parts are used: "sparse-rl" (both), "reject", "reweight", "none" (the naive baseline), and
 "released", what the paper's code does: it vetoes responses as above, also drops single tokens with raw xi outside
-[0.5, 1.5], truncates xi at 1.5, then divides the weights by their mean over the kept tokens (of the whole update
-here, of a micro-batch there; so a truncated weight may end above 1.5), and divides a response by its kept tokens.
+[0.5, 1.5], truncates xi at 1.5, then divides the weights by their mean over all tokens, dropped and vetoed ones
+included (of the whole update here, of a micro-batch there), and divides a response by its kept tokens. So a
+truncated weight may end above 1.5, and the mean of the kept weights is not 1.
 
 The KL term's value (k3) estimates KL(new || ref) under samples of `new`, its gradient is that of KL(ref || new); under
 sparse samples it is neither exactly.
@@ -147,16 +148,16 @@ def correct(
     if correction in ("sparse-rl", "released", "reject"):
         accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon)  # (N,)
     kept = mask & accepted[:, None]
-    xi = consistency_ratio(logp_old, logp_sparse, kept)
+    xi = consistency_ratio(logp_old, logp_sparse, mask)  # (N, R)
     if correction == "released":
         kept = kept & (xi >= KEEP_TOKENS[0]) & (xi <= KEEP_TOKENS[1])
         xi_cap = KEEP_TOKENS[1] if xi_cap is None else xi_cap
     weights = torch.ones_like(xi) if correction in ("reject", "none") else xi
     if xi_cap is not None:
         weights = weights.clamp(max=xi_cap)
-    weights = weights.masked_fill(~kept, 0)  # (N, R)
-    if correction == "released" and kept.any():
-        weights = weights / (weights.sum() / kept.sum())
+    if correction == "released":
+        weights = weights / (weights.masked_fill(~mask, 0).nansum() / mask.sum())
+    weights = weights.masked_fill(~kept, 0)  # without a kept token, whatever their mean is
     tokens = mask.sum().clamp(min=1).expand(len(mask), 1)  # (N, 1)
     return Correction(
         accepted,
@@ -184,10 +185,11 @@ def denominators(kept: Tensor, aggregation: str, max_length: int | None) -> Tens
 
 
 def teaches(advantages: Tensor, c: Correction) -> Tensor:
-    """(N,) bool: the response has a kept token and an advantage other than 0. The gradient of all others is 0.
+    """(N,) bool: the response has a kept token and an advantage other than 0.
 
-    An update without such a response is skipped whole: AdamW would move the weights at zero gradient, by momentum
-    and weight decay.
+    The policy term of all others has gradient 0; with kl_coef above 0, the KL term of those with a kept token has one.
+    An update without a response that teaches is skipped whole, its KL term included: AdamW would move the weights
+    by momentum and weight decay, with nothing to learn from.
     """
     return (advantages != 0) & c.kept.any(1)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import wide
+from model import causal_attention, wide
 
 EMPTY = torch.iinfo(torch.int32).max  # the position of an unused slot: later than any query, so never visible
 PER_SLOT = {"keys", "values", "positions", "attention"}  # the parts of a cache that move when a row is cut
@@ -131,35 +131,33 @@ def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
     return F.max_pool1d(scores.masked_fill(~held.older, -math.inf), kernel, stride=1, padding=kernel // 2)
 
 
-def snapkv_mean(held: Held, kernel: int = 7) -> Tensor:
-    """SnapKV (2404.14469): attention that the W newest queries pay, smoothed over neighbouring keys.
+def snapkv(held: Held, kernel: int = 7) -> Tensor:
+    """SnapKV (2404.14469) for shared KV heads: attention that the W newest queries pay, smoothed over neighbours.
 
-    softmax(q k / sqrt(D)) per query head over all held keys, mean over the W queries, max-pooled over `kernel` older
-    slots. The mean over the query heads of a KV head is ours: the public code caches a key per query head. The paper
-    has W = 32 or 64 and compresses the prompt alone; here W is 8 by default, and decoding compresses as well.
-    """
-    attention = window_logits(held).softmax(-1)  # (B, K, H/K, W, S)
-    return pool_older(attention.mean(dim=(2, 3)), held, kernel)
-
-
-def snapkv_max(held: Held, kernel: int = 7) -> Tensor:
-    """SnapKV's scores in the code released with Sparse-RL, which are R-KV's importance.
-
-    As `snapkv_mean`, but for the largest logit of a KV head's query heads, and a softmax over the older keys only.
+    The largest logit of a KV head's query heads, softmax over the older keys, mean over the W queries, max-pooled over
+    `kernel` older slots. These are the scores of the code released with Sparse-RL, and R-KV's importance; the paper has
+    a key per query head, W = 32 or 64 (8 here by default), and compresses the prompt alone. Of the two ways to pool
+    query heads this one moves the sampler less or as much (experiments/compressors.py, README).
     """
     logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
     attention = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1)
     return pool_older(attention.mean(dim=2), held, kernel)
 
 
+def snapkv_mean(held: Held, kernel: int = 7) -> Tensor:
+    """As `snapkv`, but softmax per query head over all held keys, then the mean over the query heads of a KV head."""
+    attention = window_logits(held).softmax(-1)  # (B, K, H/K, W, S)
+    return pool_older(attention.mean(dim=(2, 3)), held, kernel)
+
+
 def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7, chunk: int = 16) -> Tensor:
     """R-KV (2505.24133): `weight` * importance - (1 - `weight`) * redundancy.
 
-    Importance is `snapkv_max`. Redundancy is the mean cosine between a key and every held key, after the newest
+    Importance is `snapkv`'s. Redundancy is the mean cosine between a key and every held key, after the newest
     similar key of each (cosine > `threshold`) was let off, as a softmax over held keys. (Where a key has no similar
     one, the public code lets off slot 0, which is a slip.) `chunk` keys at a time, so that S x S cosines never exist.
     """
-    importance = snapkv_max(held, kernel)
+    importance = snapkv(held, kernel)
     used, keys = held.used, wide(held.keys)  # (B, K, S), (B, K, S, D)
     inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
     slot = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
@@ -201,14 +199,14 @@ class Compressor:
     layer_budgets: Callable[..., list[int]] = lambda budget, layers, window: [budget] * layers  # the sum must stay
 
 
-SNAPKV = Compressor(snapkv_mean, queries=True)
+SNAPKV = Compressor(snapkv, queries=True)
 COMPRESSORS: dict[str, Compressor] = {
     "full": Compressor(None),
     "streaming": Compressor(streaming, sinks=4),
     "random": Compressor(random, seeds=True),
     "h2o": Compressor(h2o, attention=True, recent_share=0.5),
     "snapkv": SNAPKV,
-    "snapkv-max": Compressor(snapkv_max, queries=True),
+    "snapkv-mean": Compressor(snapkv_mean, queries=True),
     "rkv": Compressor(rkv, queries=True),
     "pyramidkv": replace(SNAPKV, layer_budgets=pyramid_budgets),
 }
@@ -234,10 +232,14 @@ def check_settings(compressor: str, budget: int, buffer: int, window: int) -> Co
 # ----------------------------------------------------------------------------------------------------- the cache
 
 
-def plan_step(length: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For the step after which rows hold `length` keys: the rows and their new slots, (B,), visible (B, 1, 1, S)."""
+def plan_step(length: tuple[int, ...], slots: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For the step after which rows hold `length` keys: the rows and their new slots, (B,), visible (B, 1, 1, S).
+
+    S is a whole number of 64 (or all slots), so that how a row's sums are rounded does not depend on longer rows.
+    """
     slot = torch.tensor(length, device=device) - 1
-    visible = torch.arange(max(length), device=device) <= slot[:, None]
+    S = min(slots, -(-max(length) // 64) * 64)
+    visible = torch.arange(S, device=device) <= slot[:, None]
     return torch.arange(len(length), device=device), slot, visible[:, None, None]
 
 
@@ -259,7 +261,7 @@ class LayerCache:
         """Store keys and values (B, K, T, D), attend with queries (B, H, T, D), then cut the rows that are full.
 
         positions (B, T). More than one token (prefill) goes into an empty cache only, and attends to the whole prompt
-        before anything is evicted; below position 0 is padding on its right, never stored. Returns (B, H, T, D).
+        before anything is evicted; prompts of one length, without padding. Returns (B, H, T, D).
         """
         if queries.shape[2] == 1:
             return self._decode(queries, keys, values, positions)
@@ -270,7 +272,7 @@ class LayerCache:
     def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K = keys.shape[:2]
         self.length[:B] += 1
-        row, slot, visible = self.plan(tuple(self.length[:B].tolist()), keys.device)
+        row, slot, visible = self.plan(tuple(self.length[:B].tolist()), self.slots, keys.device)
         new = {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}  # (B, K, ...)
         for name, part in new.items():
             self.parts[name][row, :, slot] = part
@@ -291,22 +293,19 @@ class LayerCache:
 
     def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K, T, _ = keys.shape
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        pad = (positions < 0)[:, None]  # (B, 1, T)
+        out = causal_attention(queries, keys, values)
         # One layer's prompt, as if it had slots enough.
-        prompt = {"keys": keys.masked_fill(pad[..., None], 0), "values": values.masked_fill(pad[..., None], 0)}
-        prompt["positions"] = positions.int()[:, None].masked_fill(pad, EMPTY).expand(B, K, T)
+        prompt = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(B, K, T)}
         if self.policy.attention:
-            prompt["attention"] = prompt_attention(queries, keys, pad)
+            prompt["attention"] = prompt_attention(queries, keys)
         for name, part in prompt.items():
-            self.parts[name][:B, :, :T] = part[:, :, : self.slots]
-        seen = (positions >= 0).sum(1)  # (B,)
-        if self.policy.queries:  # below 0 if the prompt is shorter than W: written again long before the row can be cut
-            row, W = torch.arange(B, device=seen.device)[:, None], self.parts["queries"].shape[2]
-            newest = seen[:, None] - 1 - torch.arange(min(W, T), device=seen.device)  # (B, W)
-            self.parts["queries"][row, :, newest % W] = queries[row, :, newest.clamp(min=0)]
-        self.length[:B] = seen.cpu()
-        self._cut(self.parts | prompt, seen)
+            self.parts[name][:, :, :T] = part[:, :, : self.slots]
+        if self.policy.queries:
+            W = self.parts["queries"].shape[2]
+            newest = torch.arange(max(0, T - W), T, device=keys.device)
+            self.parts["queries"][:, :, newest % W] = queries[:, :, newest]
+        self.length[:] = T
+        self._cut(self.parts | prompt, torch.full((B,), T, device=keys.device))
         return out
 
     def _cut(self, source: dict[str, Tensor], seen: Tensor) -> None:
@@ -334,17 +333,17 @@ class LayerCache:
         self.length[full] = self.budget
 
 
-def prompt_attention(queries: Tensor, keys: Tensor, pad: Tensor, chunk: int = 256) -> Tensor:
+def prompt_attention(queries: Tensor, keys: Tensor, chunk: int = 256) -> Tensor:
     """Attention each prompt key receives from the whole prompt, (B, K, T) fp32: h2o's sums after prefill.
 
-    queries (B, H, T, D), keys (B, K, T, D), pad (B, 1, T). In chunks of queries, so that T x T weights never exist.
+    queries (B, H, T, D), keys (B, K, T, D). In chunks of queries, so that T x T weights never exist.
     """
     place = torch.arange(keys.shape[2], device=keys.device)
     received = torch.zeros(keys.shape[:3], device=keys.device)
     for some in place.split(chunk):
         logits = attention_logits(queries[:, :, some], keys)  # (B, K, H/K, chunk, T)
-        weights = logits.masked_fill(place > some[:, None], -math.inf).softmax(-1).mean(dim=2)  # (B, K, chunk, T)
-        received += weights.masked_fill(pad[:, :, some, None], 0).sum(dim=2)
+        weights = logits.masked_fill(place > some[:, None], -math.inf).softmax(-1)
+        received += weights.mean(dim=2).sum(dim=2)
     return received
 
 
@@ -384,6 +383,14 @@ class KVCache:
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
+
+    def rows(self, first: int, last: int) -> list[LayerCache]:
+        """A view of some neighbouring rows, to prefill them alone."""
+        cut = slice(first, last)
+        return [
+            replace(layer, parts={name: part[cut] for name, part in layer.parts.items()}, length=layer.length[cut])
+            for layer in self.layers
+        ]
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ that share its batch nor on the device.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -109,13 +110,21 @@ def cat_rows(tensors: list[Tensor], padding: int = 0) -> Tensor:
 # ----------------------------------------------------------------------------------------------------- sampling
 
 
+def log_softmax_at(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) over the last dimension, in at least fp32: no NaN from finite logits."""
+    logits = wide(logits)
+    if temperature != 1:  # a large logit overflows when divided, and inf - inf is NaN: so the largest becomes 0 first
+        logits = (logits - logits.detach().amax(-1, keepdim=True)).div_(temperature)
+    return logits.log_softmax(-1)
+
+
 def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """Draw one token per row from logits (B, V) with uniforms (B,) in [0, 1): (tokens (B,), log-probs (B,)).
 
     The log-prob is that of the full softmax at this temperature, in at least fp32, whatever top_p leaves out.
     Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
     """
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)  # (B, V)
+    logp = log_softmax_at(logits, temperature or 1.0)  # (B, V)
     if temperature == 0:
         tokens = logp.argmax(-1)
     else:
@@ -124,12 +133,18 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
             ranked, order = p.sort(-1, descending=True)
             beyond = ranked.cumsum(-1) - ranked >= top_p  # never the first
             p = p.scatter(-1, order, ranked.masked_fill(beyond, 0))
-        cdf = p.cumsum(-1)
-        total = cdf[:, -1:]
-        # Below the total even after rounding: the token found then has a probability above 0.
-        threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-        tokens = torch.searchsorted(cdf, threshold, right=True)[:, 0].clamp(max=p.shape[-1] - 1)  # V where p is NaN
+        tokens = first_above(p.cumsum(-1).mul_(p.sign()), uniforms)  # 0 where p is 0: such a token is never drawn
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
+
+
+def first_above(cdf: Tensor, uniforms: Tensor) -> Tensor:
+    """(B,) the first place in each row of cdf (B, V) above uniforms (B,) times the row's largest value; 0 if none is.
+
+    Not a binary search: a running sum that is taken in parallel may fall by a rounding.
+    """
+    total = cdf.amax(-1, keepdim=True)  # (B, 1)
+    # u * total < total also when rounded, as no u of its precision is nearer to 1 than half a unit in the last place
+    return (cdf > uniforms[:, None] * total).byte().argmax(-1)
 
 
 def right_pad(sequences: list[list[int]]) -> Tensor:
@@ -144,14 +159,18 @@ def cache_for(config: ModelConfig, rows: int, max_length: int, **settings) -> KV
 
 
 def prefill(model: Decoder, prompts: list[list[int]], cache: KVCache) -> Tensor:
-    """Put each prompt into its row of the cache. Returns the logits (P, V) that follow it."""
+    """Put each prompt into its row of the cache. Returns the logits (P, V) that follow it.
+
+    Neighbours of one length at a time: where there is no padding, a prompt's numbers do not depend on its batch-mates
+    (in bf16 they would: attention rounds otherwise at another padded length).
+    """
     device = model.embed_tokens.weight.device
-    tokens = right_pad(prompts)  # (P, T)
-    lengths = torch.tensor([len(prompt) for prompt in prompts])  # (P,)
-    places = torch.arange(tokens.shape[1])
-    positions = places.expand(tokens.shape).masked_fill(places >= lengths[:, None], -1)  # (P, T)
-    hidden = model.hidden(tokens.to(device), positions.to(device), cache)  # (P, T, hidden)
-    return model.head(hidden[torch.arange(len(prompts), device=device), lengths.to(device) - 1])
+    last, first = [], 0  # the hidden states of the last tokens
+    for length, same in itertools.groupby(prompts, key=len):
+        tokens = torch.tensor(list(same), device=device)  # (b, length)
+        last.append(model.hidden(tokens, cache=cache.rows(first, first + len(tokens)))[:, length - 1])
+        first += len(tokens)
+    return model.head(torch.cat(last))
 
 
 def decode(
@@ -293,7 +312,7 @@ def token_logprobs(
     """
 
     def piece(h: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        logp = (wide(head(h)) / temperature).log_softmax(-1)  # (chunk, V)
+        logp = log_softmax_at(head(h), temperature)  # (chunk, V)
         found = logp.gather(-1, target[:, None])[:, 0]
         if not entropy:
             return (found,)

@@ -352,7 +352,7 @@ def check_inputs(run: Path, now: dict) -> None:
         )
     began = read_json(file)
     if changed := [flag(name) for name in PATHS if began.get(name) != now[name]]:
-        raise ValueError(f"{', '.join(changed)}: not what {run} began with. Name the old one, or start a new run")
+        raise ValueError(f"{', '.join(changed)}: not what {run} began with. give the old one again, or start a new run")
 
 
 def absolute(settings: dict) -> dict:

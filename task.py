@@ -383,8 +383,8 @@ REWRITES = [  # name, pattern, replacement, example; applied in this order
     ("scientific", SCALED, r"e\1\2", r"2\times10^3 -> 2e3"),
     ("product sign", rf"{CONSTANT}\\(?:cdot|times) ?(?=\\sqrt|\\pi|(?!e[-0-9])[a-zA-Z])", r"\1", r"2\cdot\pi -> 2\pi"),
     ("prime", r"\^\\prime ?", "'", r"y^\prime -> y'"),
-    ("end", r"(?<![.,])[.,;](\}?)$", r"\1", "5. -> 5"),
     ("text after no number", r"(?<![0-9)}i/])\\text\{([^{}]*)\}", r"\1", r"\text{odd} -> odd"),
+    ("end", r"(?<![.,])[.,;]$", "", "5. -> 5"),
     ("degree", r"\^\\circ ?", r"\\text{degree}", r"90^\circ -> 90\text{degree}"),
     ("dollar", r"\\\$([0-9.]+)|(?<=[0-9])\\\$", r"\1\\text{dollar}", r"\$5 -> 5\text{dollar}"),
     ("unit", BARE_UNIT, r"\\text{\2}", r"5cm -> 5\text{cm}"),
@@ -514,18 +514,18 @@ def parse(text: str) -> Parsed:
         if kind in ("{}", r"\(\)", r"\[\]") or (kind == "()" and len(pieces) == 1):
             return parse(match[2])
         return collect("{}" if kind == r"\{\}" else kind, pieces)
-    if match := re.fullmatch(r"\\begin\{[pb]matrix\}(.*?)(?:\\\\)?\\end\{[pb]matrix\}", text):
-        rows = [collect("row", split(row, "&")) for row in split(match[1], r"\\\\")]
-        return Parsed(kind="matrix", members=tuple(rows))
+    match = re.fullmatch(r"\\begin\{[pb]matrix\}(.*?)(?:\\\\)?\\end\{[pb]matrix\}", text)
+    if match and (rows := split(match[1], r"\\\\")):
+        return Parsed(kind="matrix", members=tuple(collect("row", split(row, "&")) for row in rows))
     if text.count(r"\pm") == 1:
         return collect("{}", [text])
     if (match := UNIT.fullmatch(text)) and not NO_UNIT.search(match[2]):
         unit = re.sub(r"\\text|[{}.]|(?<=ch)es\b|(?<=[a-z]{2})s\b", "", match[2])
         return parse(match[1])._replace(unit=unit)
-    if r"\text{" in text:
-        return parse(re.sub(r"\\text\{([^{}]*)\}", r"\1", text))
-    whole = term(text)
-    return Parsed((whole,) if whole[1] != f"({text})" else tuple(map(term, split(text, "(?<=.)(?=[-+])"))))
+    if (plain := re.sub(r"\\text\{([^{}]*)\}", r"\1", text)) != text:
+        return parse(plain)
+    whole, summands = term(text), split(text, "(?<=.)(?=[-+])")
+    return Parsed(tuple(map(term, summands)) if summands and whole[1] == f"({text})" else (whole,))
 
 
 def agree(a: Parsed, b: Parsed) -> bool:

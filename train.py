@@ -520,8 +520,9 @@ def open_run(config: Config, folder: Path, own: dict, done: int) -> Run:
         evaluations[:] = [e for e in evaluations if e["step"] < done]  # of the two lines one was never written
     for name in (name for name, file in files.items() if file.exists()):
         runs.write_whole(files[name], runs.as_lines(records[name]))
-    runs.write_json(folder / "config.json", runs.absolute(asdict(replace(config, resume="", dry_run=False))))
     runs.write_json(folder / "inputs.json", {name: own[name] for name in runs.PATHS})
+    # the last to be written: a run that has it can be resumed
+    runs.write_json(folder / "config.json", runs.absolute(asdict(replace(config, resume="", dry_run=False))))
     return Run(folder, done, metrics, evaluations)
 
 

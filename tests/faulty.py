@@ -223,6 +223,27 @@ def normalised_then_truncated(logp, logp_old, logp_sparse, advantages, mask, *, 
     return surrogate_loss(logp, replace(c, weights=c.weights.clamp(max=xi_cap)), logp_old, advantages)
 
 
+def mean_weight_of_the_kept_tokens(logp_old, logp_sparse, mask, correction, **settings):
+    """What was dropped or vetoed leaves the mean as well: a kept weight then says nothing of the others."""
+    c = correct(logp_old, logp_sparse, mask, correction, **settings)
+    return replace(c, weights=c.weights / c.weights[c.kept].mean())
+
+
+def mean_weight_before_the_cap(logp_old, logp_sparse, mask, correction, **settings):
+    """A single ratio of 1e12 in the mean leaves no weight to the others."""
+    c = correct(logp_old, logp_sparse, mask, correction, **settings)
+    raw = grpo.consistency_ratio(logp_old, logp_sparse, mask)
+    capped = grpo.consistency_ratio(logp_old, logp_sparse, mask).clamp(max=settings["xi_cap"])
+    return replace(c, weights=c.weights * capped[mask].mean() / raw[mask].mean())
+
+
+def mean_weight_over_the_padding(logp_old, logp_sparse, mask, correction, **settings):
+    """Padding, whose ratio counts as 1, enters the mean."""
+    c = correct(logp_old, logp_sparse, mask, correction, **settings)
+    xi = grpo.consistency_ratio(logp_old, logp_sparse, mask).clamp(max=settings["xi_cap"])
+    return replace(c, weights=c.weights * xi[mask].mean() / xi.mean())
+
+
 def released_divides_by_all_tokens(logp, logp_old, logp_sparse, advantages, mask, **settings):
     """Dropped tokens are zeroed above the line and counted below (verl PR 3915)."""
     kept = correct(logp_old, logp_sparse, mask, "released").kept

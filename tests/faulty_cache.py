@@ -110,7 +110,7 @@ def similarity_slip(patch):
 def last_query_only(patch):
     """H2O without its sums: what the last query pays."""
 
-    def received(queries, keys, pad):
+    def received(queries, keys):
         logits = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT / keys.shape[3] ** 0.5
         return logits.softmax(-1).mean(2)[:, :, 0]
 
@@ -197,9 +197,9 @@ def window_without_causality(patch):
 
 def query_heads_pooled_the_other_way(patch):
     """The mean of the attention for the maximum of the logits, and the other way about."""
-    mean, largest = kvcache.snapkv_mean, kvcache.snapkv_max
+    mean, largest = kvcache.snapkv_mean, kvcache.snapkv
     patch.setattr(test_kvcache, "snapkv_mean", largest)
-    patch.setattr(test_kvcache, "snapkv_max", mean)
+    patch.setattr(test_kvcache, "snapkv", mean)
     for name, policy in COMPRESSORS.items():
         if policy.score in (mean, largest):
             replace_policy(patch, name, score=largest if policy.score is mean else mean)
@@ -213,10 +213,10 @@ def importance_among_all_held(patch):
         return kvcache.pool_older(attention.mean(dim=2), held, kernel)
 
     for name, policy in COMPRESSORS.items():
-        if policy.score is kvcache.snapkv_max:
+        if policy.score is kvcache.snapkv:
             replace_policy(patch, name, score=spread)
-    patch.setattr(kvcache, "snapkv_max", spread)
-    patch.setattr(test_kvcache, "snapkv_max", spread)
+    patch.setattr(kvcache, "snapkv", spread)
+    patch.setattr(test_kvcache, "snapkv", spread)
 
 
 def pooling_over_the_window(patch):

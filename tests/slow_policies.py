@@ -76,7 +76,7 @@ def snapkv_mean(past: Past, held: list[int], window: int, kernel: int = 7) -> Sc
     return max_pool(attention, kernel)
 
 
-def snapkv_max(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
+def snapkv(past: Past, held: list[int], window: int, kernel: int = 7) -> Scores:
     older = held[:-window]
     importance = dict.fromkeys(older, 0.0)
     for p in held[-window:]:
@@ -87,7 +87,7 @@ def snapkv_max(past: Past, held: list[int], window: int, kernel: int = 7) -> Sco
 
 
 def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float = 0.1, similar: float = 0.5) -> Scores:
-    importance, n = snapkv_max(past, held, window, kernel), len(held)
+    importance, n = snapkv(past, held, window, kernel), len(held)
     unit = past.keys[held] / past.keys[held].norm(dim=-1, keepdim=True)
     cosine = (unit @ unit.T).tolist()
     for i in range(n):
@@ -103,10 +103,10 @@ POLICIES = {
     "streaming": streaming,
     "random": random,
     "h2o": h2o,
-    "snapkv": snapkv_mean,
-    "snapkv-max": snapkv_max,
+    "snapkv": snapkv,
+    "snapkv-mean": snapkv_mean,
     "rkv": rkv,
-    "pyramidkv": snapkv_mean,
+    "pyramidkv": snapkv,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 import time
 from fractions import Fraction
@@ -241,6 +242,9 @@ LOOK_ALIKES = [  # each group's members differ from one another
     ["0x", "0", "0y"],
     [r"\frac{\frac{x}{y}}{2}", r"\frac{x}{2}", r"\frac{x}{\frac{y}{2}}"],
     ["NOP", "noP"],
+    ["1)+7", "1)+8", "1)(-7"],
+    [r"\frac{5}{32,}", r"\frac{5}{32}"],
+    [r"\begin{pmatrix}1)\\2\end{pmatrix}", r"\begin{pmatrix}1)\\3\end{pmatrix}"],
     [r"\frac{x}{\frac{y}{z}}", r"\frac{x}{y}", r"\frac{x}{z}"],
     ["0.33..", "0.33", "0.33..."],
     ["1,2000", "12000", "1,200"],
@@ -493,6 +497,21 @@ def test_nested_answers_are_judged_quickly(name):
     assert not is_equal(opening * depth + inside + closing * depth, opening * depth + inside + "2" + closing * depth)
     assert not is_equal(opening * depth + inside + closing * depth, "1, 2, x=7")
     assert time.perf_counter() - start < 5
+
+
+SCRAPS = (
+    r"\text{ } { ( ) [ ] , 1 12 a ab ^ _ \frac \sqrt \and \or / = - + cm \pi \cdot 10^ \{ \} \pm * √ % \$ ! ' . & \\"
+)
+
+
+def test_no_scrap_of_an_answer_raises_or_takes_long():
+    """3,000 answers of up to five scraps, over and over to full length, against the same with another end."""
+    scraps, chosen = [*SCRAPS.split(), " "], random.Random(0)
+    for _ in range(3000):
+        start = time.perf_counter()
+        text = "".join(chosen.choices(scraps, k=2)) + "".join(chosen.choices(scraps, k=3)) * LONGEST_ANSWER
+        assert not is_equal(text[: LONGEST_ANSWER - 1] + "7", text[: LONGEST_ANSWER - 1] + "8")
+        assert time.perf_counter() - start < 2
 
 
 @pytest.mark.parametrize("name", HOSTILE)

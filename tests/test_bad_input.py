@@ -117,7 +117,7 @@ OPTIONS = [
     flags("--model nowhere", "nowhere/config.json does not exist", "--model model"),
     flags("--model p-train.jsonl", "cannot read p-train.jsonl/config.json: Not a directory", "--model model"),
     flags("--data nowhere", "cannot read the problems in nowhere: No such file", "--data p-heldout.jsonl"),
-    flags(["--eval-data", "."], "cannot read the problems in .: Is a directory", "--eval-data p-heldout.jsonl"),
+    flags("--eval-data model", "cannot read the problems in model: Is a directory", "--eval-data p-heldout.jsonl"),
     flags("--benchmark model", "--benchmark model is no folder with JSONL files", ["--benchmark", "."], "eval"),
     flags("--out run", "run exists already: name another folder with --out", "--out run2"),
     flags("--out p-train.jsonl/a", "cannot make the folder p-train.jsonl/a (Not a directory)", "--out p/a"),

@@ -98,7 +98,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(moment, killed, four_st
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_resumes_as_if_nothing_had_happened(files, four_steps, tmp_path):
-    """Thirty moments drawn from the whole life of the process, the import of PyTorch included."""
+    """Thirty moments drawn from the second half of the life of the process; in the first it imports PyTorch."""
     began = time.perf_counter()
     start("any", files, tmp_path / "whole").wait()
     life = time.perf_counter() - began
@@ -107,7 +107,7 @@ def test_a_run_killed_at_any_moment_resumes_as_if_nothing_had_happened(files, fo
         out = tmp_path / f"run{trial}"
         process = start("any", files, out)
         try:
-            process.wait(draw.uniform(0, life))
+            process.wait(draw.uniform(life / 2, life))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -157,6 +157,8 @@ def test_a_signal_lets_the_step_end_and_saves_it(phase, files, four_steps, tmp_p
     assert next((saved for saved, _ in checkpoints(tmp_path / "run")), 0) == step
     if step:
         assert [m["step"] for m in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, step + 1))
+    evaluated = {e["step"] for e in lines(tmp_path / "run" / "evals.jsonl")}
+    assert evaluated == ({0, 4} if phase == "the last evaluation" else {0})  # none is begun any more
     train.main(["--resume", str(tmp_path / "run")])
     assert_same_run(tmp_path / "run", four_steps)
 
@@ -175,6 +177,24 @@ def test_a_second_signal_stops_at_once_and_loses_no_checkpoint(phase, files, fou
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == names
     train.main(["--resume", str(tmp_path / "run")])
     assert_same_run(tmp_path / "run", four_steps)
+
+
+@pytest.mark.parametrize("file", ["config.json", "inputs.json"])
+def test_a_run_that_has_a_config_can_be_resumed(file, files, four_steps, tmp_path, monkeypatch):
+    """Stopped right after it wrote this file: where config.json lies, all else that a resume needs lies already."""
+    write = runs.write_json
+
+    def stopped(path: Path, content: dict) -> None:
+        write(path, content)
+        if path.name == file:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(runs, "write_json", stopped)
+        run(files, tmp_path / "run")
+    if (tmp_path / "run" / "config.json").exists():
+        train.main(["--resume", str(tmp_path / "run")])
+        assert_same_run(tmp_path / "run", four_steps)
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(files, tmp_path, capsys, monkeypatch):

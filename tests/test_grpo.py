@@ -91,8 +91,8 @@ def slow_loss(
         kept.append([t for t in tokens if accepted and (not released or 0.5 <= t[1] <= 1.5)])
     cap = 1.5 if released and xi_cap == INF else xi_cap
     weigh = (lambda xi: min(1, cap)) if correction in ("reject", "none") else (lambda xi: min(xi, cap))
-    weights = [weigh(xi) for row in kept for _, xi, _ in row]
-    mean = sum(weights) / len(weights) if released and weights else 1
+    weights = [weigh(math.exp(old - sparse)) for row in rows for _, old, sparse, _ in row]
+    mean = sum(weights) / len(weights) if released else 1  # over all tokens, dropped and vetoed ones included
     J = 0.0
     for row, used, A in zip(rows, kept, advantages.tolist(), strict=True):
         below = {
@@ -379,11 +379,39 @@ def test_released_weights_are_truncated_first_and_normalised_second(policy_loss=
     assert_close(-2 * gradient, f64([[1.2 / 0.9, 0.6 / 0.9]]))
 
 
+def released_weights(xi, correct=grpo.correct, **settings):
+    """The weights of "released" for responses with these ratios."""
+    _, logp_old, logp_sparse, _, mask = sampled([[math.log(x) for x in row] for row in xi], [0] * len(xi))
+    return correct(logp_old, logp_sparse, mask, "released", **settings).weights
+
+
+def test_released_divides_by_the_mean_over_all_tokens(correct=grpo.correct):
+    """Tokens that are dropped and responses that are vetoed stay in the mean: 0.8625 of xi [1, 1, 0.4, 3 -> 1.5] and
+    [1, 1e-5, 1, 1], so a kept weight of 1 becomes 1.159 (released mis.py)."""
+    w = 8 / (1 + 1 + 0.4 + 1.5 + 1 + 1e-5 + 1 + 1)
+    assert w == pytest.approx(1.159, abs=5e-4)
+    weights = released_weights([[1, 1, 0.4, 3], [1, 1e-5, 1, 1]], correct)
+    assert_close(weights, f64([[w, w, 0, 0], [0, 0, 0, 0]]))
+
+
+def test_the_mean_of_released_is_taken_after_clamp_and_cap(correct=grpo.correct):
+    """xi of 1e12 enters it as the cap of 1.2, xi of 1e-12 as exp(-20), padding not at all."""
+    w = 4 / (1 + 1.2 + math.exp(-20) + 1)
+    assert_close(released_weights([[1, 1e12], [1e-12], [1]], correct, xi_cap=1.2), f64([[w, 0], [0, 0], [w, 0]]))
+
+
+def test_a_ratio_that_is_not_a_number_counts_zero_in_the_mean(correct=grpo.correct):
+    """Its response is rejected, and the others' weights stay finite: 4 tokens with a sum of 3."""
+    weights = released_weights([[1, 1], [NAN, 1]], correct)
+    assert_close(weights, f64([[4 / 3, 4 / 3], [0, 0]]))
+    assert not released_weights([[NAN], [NAN]], correct).any()
+
+
 def test_released_divides_a_response_by_its_kept_tokens(policy_loss=grpo.policy_loss):
-    """Tokens with xi outside [0.5, 1.5] are dropped, above and below the line."""
+    """Tokens with xi outside [0.5, 1.5] are dropped, above and below the line; the mean weight here is 3.9 / 4."""
     batch = sampled([[math.log(x) for x in (0.4, 0.8, 1.6, 1.2)]], [1])
     _, gradient = value_and_gradient(policy_loss, *batch, correction="released")
-    assert_close(gradient, f64([[0, -0.4, 0, -0.6]]))
+    assert_close(gradient * 3.9 / 4, f64([[0, -0.4, 0, -0.6]]))
 
 
 def test_xi_cap_truncates_from_above(policy_loss=grpo.policy_loss):

@@ -29,12 +29,13 @@ from kvcache import (
     h2o,
     prompt_attention,
     pyramid_budgets,
-    snapkv_max,
+    snapkv,
     snapkv_mean,
     streaming,
 )
 from model import load_model
 from rollout import cache_for, rollout
+from task import load_problems, load_tokenizer, prepare
 
 # ------------------------------------------------------------------------------------------------------- replay
 
@@ -150,16 +151,17 @@ class Run:
                 self._feed(layer, t)
 
     def _feed(self, layer: int, t: int) -> None:
-        first = torch.tensor(self.prompts)[:, None]
-        places = torch.arange(max(self.prompts)).expand(len(first), -1) if t == 0 else first + t - 1  # (B, T)
-        pad = places >= first if t == 0 else torch.zeros_like(places, dtype=torch.bool)
-        rows = torch.arange(len(first))[:, None]
-        new = [
-            x[layer][rows, :, places].transpose(1, 2).masked_fill(pad[:, None, :, None], 1e4)
-            for x in (self.queries, self.keys, self.values)
-        ]
-        cache = self.cache[layer]
-        output = cache.attend(*new, places.masked_fill(pad, -1))
+        cache, B = self.cache[layer], len(self.prompts)
+        x = self.queries[layer], self.keys[layer], self.values[layer]  # (B, heads, T, D) each
+        if t == 0:  # each prompt alone, as neighbours of one length would be
+            output = torch.zeros(*x[0].shape[:2], max(self.prompts), x[0].shape[3])
+            for b, P in enumerate(self.prompts):
+                own = [tensor[b : b + 1, :, :P] for tensor in x]
+                output[b, :, :P] = self.cache.rows(b, b + 1)[layer].attend(*own, torch.arange(P)[None])[0]
+        else:
+            places = torch.tensor(self.prompts) + t - 1  # (B,)
+            new = [tensor[torch.arange(B), :, places][:, :, None] for tensor in x]
+            output = cache.attend(*new, places[:, None])
         parts = {name: part.clone() for name, part in cache.parts.items()}
         self.steps[layer].append(Step([p + t for p in self.prompts], output, cache.length.tolist(), parts))
 
@@ -418,18 +420,16 @@ def test_h2o_in_half_precision_rounds_its_output_only():
         assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()  # the last rounding
         assert (ours.double() - exact).abs().max() <= 2 * (theirs.double() - exact).abs().max() + 1e-4
     assert (cache[0].parts["attention"][:, :, :T].double() - received).abs().max() < 1e-3
-    whole = prompt_attention(q, k, torch.zeros(B, 1, T, dtype=torch.bool))
+    whole = prompt_attention(q, k)
     assert (whole.double() - received).abs().max() < 1e-3
 
 
 def test_h2o_sums_of_a_prompt_do_not_depend_on_the_chunk():
-    """Queries come in chunks, so that T x T weights never exist; padding pays nothing."""
+    """Queries come in chunks, so that T x T weights never exist."""
     q, k = torch.randn(2, 4, 50, 8, generator=seeded(0)), torch.randn(2, 2, 50, 8, generator=seeded(1))
-    pad = torch.arange(50).expand(2, 1, 50) >= torch.tensor([50, 33])[:, None, None]  # (B, 1, T)
-    whole = prompt_attention(q, k, pad)  # (B, K, T)
-    assert torch.allclose(prompt_attention(q, k, pad, chunk=7), whole, atol=1e-5)
-    assert torch.allclose(whole.sum(-1), torch.tensor([[50.0], [33.0]]))  # each query pays 1 in all
-    assert not whole[1, :, 33:].any()
+    whole = prompt_attention(q, k)  # (B, K, T)
+    assert torch.allclose(prompt_attention(q, k, chunk=7), whole, atol=1e-5)
+    assert torch.allclose(whole.sum(-1), torch.full((2, 2), 50.0))  # each query pays 1 in all
 
 
 def test_rkv_lets_nothing_off_for_a_key_without_a_similar_one():
@@ -445,7 +445,7 @@ def test_rkv_counts_similarities_below_the_threshold():
 def test_snapkv_pools_over_older_neighbours_only():
     """SnapKV 2404.14469: key 3 is attended most and lifts its 3 neighbours; the window's own key 8 lifts none."""
     keys = [[0.0], [0.0], [0.0], [5.0], [0.0], [0.0], [0.0], [0.0], [9.0]]
-    for name in ("snapkv", "snapkv-max"):
+    for name in ("snapkv", "snapkv-mean"):
         assert keeps(name, keys, [[1.0]] * 9, budget=5) == [3, 4, 5, 6, 8]
 
 
@@ -458,7 +458,7 @@ def test_the_two_ways_to_pool_the_query_heads_of_a_kv_head():
         "positions": torch.arange(4).int()[None, None],
     }
     held = Held(parts, slice(1), seen=torch.tensor([4]), recent=1)
-    mean, largest = (score(held, kernel=1)[0, 0, :3] for score in (snapkv_mean, snapkv_max))
+    mean, largest = (score(held, kernel=1)[0, 0, :3] for score in (snapkv_mean, snapkv))
     assert torch.allclose(mean, torch.tensor([4 + 1, 1 + 3, 1 + 1]) / 16)  # of 4, 1, 1 and of 1, 3, 1, all of 8
     assert torch.allclose(largest, torch.tensor([4, 3, 1]) / 8)  # of the largest logits, the window's own left out
 
@@ -570,7 +570,7 @@ def test_layers_of_equal_length_share_one_plan_per_step():
 
 
 @pytest.mark.parametrize("rows", [4, 3])
-@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "snapkv-max", "rkv"])
+@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "snapkv-mean", "rkv"])
 def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
     """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines never exist whole.)"""
     B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16

@@ -120,7 +120,7 @@ def test_damaged_hashes_let_nothing_pass(content, place, capsys):
     (place / "run" / "inputs.json").write_text(content)
     with pytest.raises(SystemExit) as stop:
         train.main(["--resume", str(place / "run")])
-    assert stop.value.code == 2 and "--model, --data, --eval-data: not what" in capsys.readouterr().err
+    assert stop.value.code == 2 and "--model, --data, --eval-data, --reward: not what" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_run_is_refused(place, capsys):

@@ -63,7 +63,7 @@ def test_next_query_stands_at_the_number_of_tokens_seen():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerCache, "attend", watched)
         sparse(tiny_model(layers=1), [[4] * 7, [5] * 30], group_size=1, eos_ids=[], max_new_tokens=20)
-    assert seen[1:] == [[7 + t, 30 + t] for t in range(19)]  # seen[0] is the prefill
+    assert seen[2:] == [[7 + t, 30 + t] for t in range(19)]  # the first two are the prompts
 
 
 # ------------------------------------------------------------------------------------------------ rows by themselves
@@ -77,6 +77,19 @@ def assert_same_row(batch: Rollout, i: int, alone: Rollout, j: int = 0) -> None:
     assert (batch.logp_sparse[i, :n] - alone.logp_sparse[j, :n]).abs().max() < 1e-5
     for ours, theirs in zip(batch.evicted_at, alone.evicted_at, strict=True):
         assert torch.equal(ours[i, :, :T], theirs[j, :, :T])
+
+
+@pytest.mark.parametrize("compressor", ["full", "snapkv", "h2o"])
+def test_in_bf16_a_response_does_not_depend_on_longer_prompts_beside_it(compressor):
+    """verl 6280: padding to another length, or more slots in use, rounds otherwise. Bit for bit, on a CPU."""
+    model = tiny_model(heads=6, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    prompts = torch.randint(4, 31, (3, 20), generator=seeded(0)).tolist()
+    longer = torch.randint(4, 31, (2, 75), generator=seeded(1)).tolist()
+    how = {"group_size": 2, "max_new_tokens": 60, "eos_ids": [], "compressor": compressor, "budget": 60, "buffer": 29}
+    alone = rollout(model, prompts, generator=seeded(2), **how)
+    beside = rollout(model, prompts + longer, generator=seeded(2), **how)
+    assert [beside.response(i) for i in range(6)] == [alone.response(i) for i in range(6)]
+    assert torch.equal(beside.logp_sparse[:6], alone.logp_sparse)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
@@ -133,6 +146,15 @@ def test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once(compressor
             getattr(parts, name), getattr(whole, name), atol=0, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
         )
     assert_close(parts.logp_sparse, whole.logp_sparse, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rows, sizes", [(1, [2, 2, 2]), (3, [2, 2, 2]), (5, [4, 2]), (6, [6])])
+def test_at_most_so_many_rows_are_sampled_at_once(rows, sizes, monkeypatch):
+    """But never less than a group."""
+    found = []
+    monkeypatch.setattr(module, "rollout", lambda *args, **how: found.append(rollout(*args, **how)) or found[-1])
+    rollout_batches(tiny_model(), PROMPTS, rows=rows, group_size=2, max_new_tokens=1, eos_ids=[])
+    assert [len(r.tokens) for r in found] == sizes
 
 
 def test_batches_add_their_seconds_and_report_the_bytes_of_the_largest():
@@ -218,6 +240,82 @@ def test_temperature_zero_takes_the_most_likely_token():
     tokens, logp = sample(logits, torch.rand(64, generator=seeded(2)), temperature=0)
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.allclose(logp, logits.log_softmax(-1).amax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.5, 1.0, 2.0, 0.0])
+def test_logits_that_overflow_when_divided_have_log_probs(temperature):
+    """3e38 / 1e-3 is beyond fp32, and inf - inf is no number: sampler and learner still say 0 and minus infinity."""
+    logits, targets = torch.tensor([[0.0, 3e38, 2e38, -3e38]] * 2), torch.tensor([1, 0])
+    tokens, logp = sample(logits, torch.tensor([0.0, 1 - 2**-24]), temperature)
+    assert tokens.tolist() == [1, 1] and logp.tolist() == [0, 0]
+    hidden = logits.clone().requires_grad_()
+    scored, entropy = module.token_logprobs(hidden, lambda h: h, targets, temperature=temperature or 1.0, entropy=True)
+    assert scored[0] == 0 and scored[1] <= -1e38 and entropy.tolist() == [0, 0]
+    assert torch.autograd.grad(scored[0], hidden)[0].isfinite().all()
+    r = sparse(constant_model(logits[0].tolist()), [[0]], group_size=2, temperature=temperature, eos_ids=[])
+    assert (r.tokens == torch.tensor([0] + [1] * R)).all() and not r.logp_sparse.any()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_ordinary_logits_have_the_log_probs_of_the_formula(temperature):
+    """log softmax(logits / T), in float64 to its last digits and in fp32 to 1e-5."""
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
+        logits = 5 * torch.randn(64, 1000, generator=seeded(1), dtype=dtype)
+        tokens, logp = sample(logits, torch.rand(64, generator=seeded(2)).to(dtype), temperature)
+        expected = (logits.double() / temperature).softmax(-1).log().gather(-1, tokens[:, None])[:, 0]
+        assert logp.dtype == dtype and (logp - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_inverse_cdf_is_a_search_in_the_running_sum(top_p):
+    """Where the running sum grows, as on a CPU, the token is the first whose sum exceeds u times the last."""
+    logits = 4 * torch.randn(256, 500, generator=seeded(1))
+    logits[torch.rand(logits.shape, generator=seeded(2)) < 0.4] = -torch.inf
+    u = torch.rand(256, generator=seeded(3))
+    u[:3] = torch.tensor([0.0, 1e-30, 1 - 2**-24])
+    p = logits.log_softmax(-1).exp()
+    if top_p < 1:
+        ranked, order = p.sort(-1, descending=True)
+        p = p.scatter(-1, order, ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0))
+    cdf = p.cumsum(-1)
+    threshold = torch.minimum(u * cdf[:, -1], torch.nextafter(cdf[:, -1], torch.tensor(0.0)))[:, None]
+    expected = torch.searchsorted(cdf, threshold, right=True)[:, 0]
+    assert torch.equal(sample(logits, u, top_p=top_p)[0], expected)
+
+
+def test_the_largest_uniform_number_lies_below_every_total():
+    """(1 - 2^-24) * total rounds to less than total for each of the fp32 totals from 1/2 to 2, so a token is found."""
+    totals = torch.arange(126 << 23, 128 << 23, dtype=torch.int32).view(torch.float32)  # by their bits
+    for total in totals.split(1 << 20):
+        cdf = torch.stack([torch.zeros_like(total), total], dim=1)  # (B, 2)
+        assert module.first_above(cdf, torch.full_like(total, 1 - 2**-24)).all()
+
+
+def test_a_running_sum_that_falls_back_draws_no_impossible_token(monkeypatch):
+    """A parallel sum may fall by a rounding. The largest sum is the total, wherever it stands, and a token of
+    probability 0 that stands above is passed over."""
+    p = torch.tensor([0.25, 0.0, 0.25, 0.0, 0.25, 0.25, 0.0])
+    running = torch.tensor([0.25, 0.2501, 0.5, 0.4999, 0.75, 1.0, 1.0001])
+    monkeypatch.setattr(Tensor, "cumsum", lambda self, dim: running.expand(self.shape).clone())
+    u = torch.tensor([0.0, 0.24, 0.25, 0.25005, 0.49, 0.49995, 0.5, 0.75, 1 - 2**-24])
+    tokens, _ = sample(p.log().expand(len(u), -1), u)
+    assert tokens.tolist() == [0, 0, 2, 2, 2, 2, 4, 5, 5]
+    running[4], running[5] = 1.0, 0.9999  # the last possible token stands below the one before
+    assert sample(p.log().expand(len(u), -1), u)[0].tolist() == [0, 0, 2, 2, 2, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_without_numbers_ends_in_a_sentence(bad, top_p):
+    """No token can be drawn: the log-prob is NaN, and the rollout says what is wrong with the weights."""
+    logits = torch.tensor([[0.0, bad, 1.0], [0.0, 0.0, 0.0]])
+    tokens, logp = sample(logits, torch.tensor([0.5, 0.5]), top_p=top_p)
+    assert logp[0].isnan() and logp[1].isfinite() and set(tokens.tolist()) <= {0, 1, 2}
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[5] = bad
+    with pytest.raises(FloatingPointError, match="weights are too large"):
+        sparse(model, PROMPTS, group_size=1, top_p=top_p)
 
 
 # --------------------------------------------------------------------------------------------------- ends and masks
@@ -310,8 +408,9 @@ def test_bytes_of_the_dense_cache_are_those_that_full_allocates():
 
 def test_statistics_are_means_over_the_responses():
     """Lengths, and the share that no EOS ended."""
-    r = sparse(tiny_model(), PROMPTS, group_size=4, generator=seeded(1))
+    r = sparse(tiny_model(), PROMPTS, group_size=4, generator=seeded(2))
     bodies = [r.response(i) for i in range(12)]
+    assert 0 < r.finished.sum() < 12
     assert r.statistics["response_length"] == pytest.approx(sum(map(len, bodies)) / 12)
     assert r.statistics["truncated"] == pytest.approx(sum(body[-1] not in (2, 3) for body in bodies) / 12)
     assert r.statistics["tokens_per_second"] == pytest.approx(sum(map(len, bodies)) / r.seconds)

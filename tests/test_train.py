@@ -105,6 +105,13 @@ def test_the_default_held_out_problems_lie_beside_the_training_file(folder, file
     assert f"held out  6 in {folder}p-heldout.jsonl" in capsys.readouterr().out
 
 
+def test_a_folder_has_no_held_out_problems_beside_it(files, capsys):
+    """`--data .` has no name to look for; it is refused as what it is."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--model", str(files / "model"), "--data", "."])
+    assert stop.value.code == 2 and "cannot read the problems in .: Is a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("correction", ["released", "reject", "reweight", "none"])
 def test_every_correction_trains(correction, files, tmp_path):
     """A step with each, two updates, KL on, token aggregation."""
