@@ -23,8 +23,10 @@ from task import ASSETS, Prompt, Reward, extract_answer, is_correct, load_proble
 
 __all__ = ["evaluate", "extract_answer", "is_correct", "load_problems"]  # the last three live in task.py
 
-# The paper's evaluation: temperature, nucleus and length for all; 32 samples on the two small sets, one elsewhere.
-PAPER = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 4096, "template": "boxed", "extract": "last-number"}
+# From the paper's released evaluation: temperature, nucleus, the last number where there is no box, and 32 samples of
+# the two small sets, one elsewhere. It asks in plain text and stops at 8,192 or 16,384 tokens: the chat template, the
+# request for a box, and 4,096 tokens as in training, are ours.
+PAPER = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 4096, "extract": "last-number"}
 PAPER_SAMPLES = {"aime24": 32, "amc23": 32}
 
 
@@ -34,7 +36,7 @@ class EvalConfig:
 
     model: str = option(str(ASSETS / "model"), "Hugging Face folder")
     data: str = option(str(ASSETS / "long-heldout.jsonl"), "problems, JSONL")
-    benchmark: str = option("", "a folder: every JSONL in it, with the paper's settings where none are given")
+    benchmark: str = option("", "a folder: every JSONL in it, sampled as the paper does where no options say otherwise")
     template: str = option("auto", task.TEMPLATE)
     max_prompt_tokens: int = option(0, task.MAX_PROMPT, at_least=0)
     limit: int = option(0, "only the first so many problems; 0 takes all", at_least=0)
@@ -57,7 +59,6 @@ class EvalConfig:
 
     def __post_init__(self):
         runs.check_options(self)
-        task.check_template(self.template)
         for name in names(self.compressor):
             check_settings(name, self.budget, self.buffer, self.window)
         if 0 < self.temperature < 1e-3:
@@ -104,7 +105,7 @@ def evaluate(
     r = rollout_batches(model, ids, group_size=samples, eos_ids=eos_ids, generator=generator, **settings)
     records = []
     for i in range(len(r.tokens)):
-        prompt, text = prompts[i // samples], tokenizer.decode(r.response(i))
+        prompt, text = prompts[i // samples], task.response_text(tokenizer, r.response(i), eos_ids)
         records.append(
             {
                 "problem": i // samples,
@@ -120,7 +121,7 @@ def evaluate(
         )
     right = torch.tensor([record["correct"] for record in records]).view(-1, samples)  # (problems, samples)
     means = right.double().mean(1)  # (problems,)
-    passes = [2**n for n in range(1, samples.bit_length())]
+    passes = sorted({2**n for n in range(1, samples.bit_length())} | {samples} - {1})
     return {
         "accuracy": float(means.mean()),
         "stderr": float(means.std() / len(means) ** 0.5) if len(means) > 1 else None,
@@ -158,7 +159,7 @@ def beyond_context(model: ModelConfig, longest: int) -> str:
 
 
 def benchmarks(config: EvalConfig, given: dict) -> dict[str, EvalConfig]:
-    """What to evaluate, by name: the one file of --data, or each of the folder --benchmark in the paper's way."""
+    """What to evaluate, by name: the one file of --data, or each of the folder --benchmark with PAPER's settings."""
     if not config.benchmark:
         return {Path(config.data).stem: config}
     files = sorted(Path(config.benchmark).glob("*.jsonl"))
@@ -204,10 +205,11 @@ def main(argv: list[str] | None = None) -> None:
         device = runs.pick_device(config.device, config.threads)
         sets = benchmarks(config, given)
         tokenizer, eos_ids = task.load_tokenizer(config.model)
+        template = task.load_template(config.model, config.template)
         architecture, prompts = load_config(config.model), {}
         for name, c in sets.items():
             problems = load_problems(c.data)[: c.limit or None]
-            how = {"template": c.template, "longest": c.max_prompt_tokens}
+            how = {"template": template, "longest": c.max_prompt_tokens}
             prompts[name] = task.prepare(problems, tokenizer, architecture.vocab_size, **how)
             longest = max(len(prompt.ids) for prompt in prompts[name])
             if warning := beyond_context(architecture, longest + c.max_new_tokens):
@@ -220,7 +222,8 @@ def main(argv: list[str] | None = None) -> None:
     with runs.one_sentence("eval.py", (OSError, MemoryError, FloatingPointError, task.RewardError)):
         for name, c in sets.items():
             settings = {key: getattr(c, key) for key in SETTINGS}
-            found = dense_and_sparse(model, tokenizer, eos_ids, prompts[name], reward=graded, progress=True, **settings)
+            ends = task.all_ends(eos_ids, prompts[name])
+            found = dense_and_sparse(model, tokenizer, ends, prompts[name], reward=graded, progress=True, **settings)
             results[name] = {mode: summary for mode, (summary, _) in found.items()}
             for mode, (_, records) in found.items():
                 runs.append(folder / f"responses-{name}-{mode}.jsonl", records)

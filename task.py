@@ -6,16 +6,20 @@ reference, else 0. Any other function of (response, answer) can take its place.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
 import re
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from model import read_json
@@ -25,7 +29,7 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 ASKED = re.compile(r"\s*Please reason step by step, and put your final answer within \\boxed\{(\{\})?\}\.?\s*$")
 
-# ------------------------------------------------------------------------------------------ problems and prompts
+# ------------------------------------------------------------------------------------------------------ problems
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Problem:
 
     prompt: str | list[dict[str, str]]
     answer: str
+    where: str = field(default="a problem", compare=False)  # its file and line, for errors
 
 
 def reference_answer(row: dict) -> str | None:
@@ -60,14 +65,39 @@ def reference_answer(row: dict) -> str | None:
 def prompt_of(row: dict) -> str | list[dict[str, str]]:
     """The prompt of a row: its `prompt` as it is, or its question as a message that asks for a boxed answer."""
     prompt, question = row.get("prompt"), row.get("question") or row.get("problem")
-    if not prompt and isinstance(question, str):
+    if prompt in (None, "") and question and isinstance(question, str):
         return [{"role": "user", "content": question + INSTRUCTION}]
-    texts = [prompt]
-    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-        texts = [message.get(key) for message in prompt for key in ("role", "content")]
-    if not prompt or not all(isinstance(text, str) for text in texts):
+    if prompt and isinstance(prompt, str):
+        return prompt
+    messages = prompt if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt) else []
+    if not messages or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
         raise ValueError("no `prompt` (text, or messages of role and content), `question` or `problem` in this row")
-    return prompt
+    if more := sorted({key for message in messages for key in message} - {"role", "content"}):
+        raise ValueError(f"a message holds {', '.join(more)} besides role and content, and nothing reads it: remove it")
+    roles = [message["role"] for message in messages]
+    if unknown := sorted(set(roles) - {"system", "user", "assistant"}):
+        raise ValueError(f"a message has the role {unknown[0]!r}: it must be system, user or assistant")
+    if roles[-1] != "user":
+        raise ValueError(f"the last message is of role {roles[-1]}: a prompt must end with one of role user")
+    return messages
+
+
+def read_problem(line: str, where: str) -> Problem | None:
+    """The problem in a line of JSONL, None if it has no answer. ValueError, with `where`, if it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        what = re.sub(": line 1 .*", "", str(error))
+        raise ValueError(f"{where}: not valid JSON ({what}); a line holds one object") from None
+    try:
+        if not isinstance(row, dict):
+            raise ValueError(f"a problem is a JSON object, not {type(row).__name__}")
+        if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+            raise ValueError("half a character (a lone surrogate such as \\ud800): remove it")
+        prompt, answer = prompt_of(row), reference_answer(row)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    return None if answer is None else Problem(prompt, answer, where)
 
 
 def load_problems(path) -> list[Problem]:
@@ -76,150 +106,34 @@ def load_problems(path) -> list[Problem]:
     A row without an answer is left out, and how many were is printed. Raises ValueError naming file and line for
     anything that is not such a row, and for a file without problems.
     """
-    path, problems, unanswered = Path(path), [], 0
+    path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"cannot read the problems in {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): convert it") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            what = re.sub(": line 1 .*", "", str(error))
-            raise ValueError(f"{path}, line {number}: not valid JSON ({what}); a line holds one object") from None
-        try:
-            if not isinstance(row, dict):
-                raise ValueError(f"a problem is a JSON object, not {type(row).__name__}")
-            if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
-                raise ValueError("half a character (a lone surrogate such as \\ud800): remove it")
-            prompt, answer = prompt_of(row), reference_answer(row)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        if answer is None:
-            unanswered += 1
-        else:
-            problems.append(Problem(prompt, answer))
-    if unanswered:
-        print(f"{path}: {unanswered} of {unanswered + len(problems)} rows have no answer and are left out")
+    found = [read_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    problems = [problem for problem in found if problem]
+    if len(problems) < len(found):
+        print(f"{path}: {len(found) - len(problems)} of {len(found)} rows have no answer and are left out")
     if not problems:
         raise ValueError(f'{path} holds no problem with an answer: a line is {{"prompt": ..., "answer": ...}}')
     return problems
 
 
-LAYOUTS = {  # before the conversation, each message, what opens the answer; known by the token that it begins with
-    "chatml": ("", "<|im_start|>{role}\n{content}<|im_end|>\n", "<|im_start|>assistant\n"),
-    "llama3": (
-        "<|begin_of_text|>",
-        "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    "none": ("", "{content}\n\n", ""),
-}
-OPENERS = {"chatml": "<|im_start|>", "llama3": "<|start_header_id|>"}
-
-
-MAX_PROMPT = "problems with a longer prompt are left out and counted; 0 takes all"
-TEMPLATE = (
-    "how a prompt becomes text: none, chatml, llama3, boxed (a chat with the request for \\boxed{}), or a text of your "
-    "own that holds {question} and asks for the box itself; auto takes text as it is and lays messages out as the "
-    "model's tokenizer asks"
-)
-
-
-def check_template(template: str) -> None:
-    """ValueError for a template that is neither a name nor a text with a place for the question."""
-    if template not in ("auto", "boxed", *LAYOUTS) and "{question}" not in template:
-        raise ValueError(
-            f"--template {template!r} is not auto, boxed, {', '.join(LAYOUTS)} or a text with {{question}}"
-        )
-
-
-def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, template: str = "auto") -> str:
-    """The prompt as text.
-
-    auto      text stays as it is; messages get the layout that the tokenizer has the tokens for, else plain paragraphs
-    none      no layout: text as it is, messages as paragraphs
-    chatml    Qwen, SmolLM2;  llama3: Llama 3 to 3.2. No system message is added where a row brings none
-    boxed     as auto, but text is a question as well, and the request for \\boxed{} ends it (the paper's evaluation)
-    other     a text of one's own; its {question} becomes the last message without the request for \\boxed{}, and
-              earlier messages, a system message among them, are left out
-
-    Raises ValueError if the layout's tokens are unknown to the tokenizer, or stand in the prompt already.
-    """
-    if isinstance(prompt, str) and template in ("auto", "none"):
-        return prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    for text in (message["content"] for message in messages):
-        if any(opener in text for opener in OPENERS.values()):
-            raise ValueError(
-                f"a prompt is laid out as a chat already: use --template none for its file ({text[:60]!r})"
-            )
-    *earlier, last = messages
-    question = ASKED.sub("", last["content"])
-    if "{question}" in template:
-        return template.replace("\\n", "\n").replace("{question}", question)
-    known = [name for name, opener in OPENERS.items() if tokenizer.token_to_id(opener) is not None]
-    if template in OPENERS and template not in known:
-        raise ValueError(f"--template {template}: the tokenizer has no {OPENERS[template]}, so choose another")
-    if template == "boxed":
-        messages = [*earlier, last | {"content": question + INSTRUCTION}]
-    layout = template if template in LAYOUTS else (*known, "none")[0]
-    if layout == "llama3":  # its own chat template does so, ChatML's do not
-        messages = [message | {"content": message["content"].strip()} for message in messages]
-    start, turn, answer = LAYOUTS[layout]
-    return start + "".join(turn.format(**message) for message in messages) + answer
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A problem as the model is asked it: rendered and tokenised once, for sampling, grading and records alike."""
-
-    text: str
-    ids: list[int]  # token ids
-    answer: str  # the reference
-
-
-def prepare(
-    problems: list[Problem],
-    tokenizer: Tokenizer,
-    vocabulary: int,
-    *,
-    template: str = "auto",
-    longest: int = 0,
-) -> list[Prompt]:
-    """The prompts of these problems, those of more than `longest` tokens (0: any) left out, which is printed.
-
-    ValueError for a prompt without tokens, or with ids that the model does not have.
-    """
-    prompts = []
-    for problem in problems:
-        text = render(problem.prompt, tokenizer, template)
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if not ids:
-            raise ValueError(f"the prompt {problem.prompt!r} has no tokens: remove it from the problems")
-        if max(ids) >= vocabulary:
-            raise ValueError(
-                f"token id {max(ids)} in a prompt, but the model's vocabulary has {vocabulary}: its tokenizer.json "
-                "belongs to another model"
-            )
-        prompts.append(Prompt(text, ids, problem.answer))
-    short = [prompt for prompt in prompts if len(prompt.ids) <= (longest or len(prompt.ids))]
-    if len(short) < len(prompts):
-        print(f"{len(prompts) - len(short)} of {len(prompts)} prompts have over {longest} tokens: left out")
-    if not short:
-        raise ValueError(f"every prompt has over {longest} tokens: raise that limit")
-    return short
-
+# ------------------------------------------------------------------------------- the tokenizer and its chat template
 
 EOS_KEYS = (
     ("generation_config.json", "eos_token_id"),
     ("config.json", "eos_token_id"),
     ("tokenizer_config.json", "eos_token"),
 )
+TEMPLATE = (
+    "auto: text as it is, messages through the model's chat template; FILE.jinja: through that one; or a text with "
+    "{question}, which asks for the box itself"
+)
+Template = jinja2.Template | str | None  # a chat template, a text with {question}, or none
 
 
 def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
@@ -239,8 +153,7 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
         if stored is None:
             continue
         if key == "eos_token":  # the token's text, or an object that holds it
-            text = stored.get("content") if isinstance(stored, dict) else stored
-            eos = tokenizer.token_to_id(text) if isinstance(text, str) else None
+            eos = tokenizer.token_to_id(str(stored.get("content") if isinstance(stored, dict) else stored))
         ids = eos if isinstance(eos, list) else [eos]
         if not ids or not all(type(i) is int and 0 <= i < 2**32 and tokenizer.id_to_token(i) is not None for i in ids):
             raise ValueError(f"{folder / name}: {key} = {stored!r} is no token, or list of tokens, of tokenizer.json")
@@ -250,6 +163,171 @@ def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
         return tokenizer, ids
     names = ", ".join(name for name, _ in EOS_KEYS)
     raise ValueError(f"{folder}: no eos_token_id or eos_token in {names}, so no response could end: add one")
+
+
+def load_template(folder, option: str = "auto") -> Template:
+    """What lays prompts out, by --template: a text with {question}, or the chat template of a file or of the model.
+
+    The model's own is chat_template.jinja, else the one (named default) in tokenizer_config.json; None without either.
+    """
+    if "{question}" in option:
+        return option.replace("\\n", "\n")
+    if option != "auto" and not option.endswith(".jinja"):
+        raise ValueError(
+            f"--template {option!r} is not auto (text as it is; messages, and a `question` with the request for a box, "
+            "through the model's chat template), nor FILE.jinja (through that one), nor a text with {question} "
+            "('{question}' alone: no layout)"
+        )
+    file, own = Path(folder) / "tokenizer_config.json", Path(folder) / "chat_template.jinja"
+    config = read_json(file) if file.exists() else {}
+    if option != "auto" or own.exists():
+        file = own if option == "auto" else Path(option)
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the chat template {file} ({error})") from None
+    elif isinstance(source := config.get("chat_template"), list):
+        source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), source)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ValueError(f"{file}: chat_template is neither text nor a list with one named default: use --template")
+    older = Path(folder) / "special_tokens_map.json"
+    if "added_tokens_decoder" not in config and older.exists():
+        config |= read_json(older)
+    return compile_template(source, str(file), config)
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} and {% endgeneration %} show others what the assistant wrote. Here they change nothing."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """What stands between the two."""
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def raise_exception(message: str) -> typing.NoReturn:
+    """What a chat template calls for messages that it does not take."""
+    raise jinja2.TemplateError(message)
+
+
+def compile_template(source: str, name: str, config: dict) -> jinja2.Template:
+    """A chat template that sees what transformers shows it: the tokens that config names (bos_token), some functions.
+
+    But not today's date (`strftime_now`): a run that is resumed tomorrow must ask the same.
+    """
+    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
+    options = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [Generation, "jinja2.ext.loopcontrols"]}
+    environment = ImmutableSandboxedEnvironment(**options, loader=jinja2.DictLoader({name: source}))
+    environment.globals |= {key: t for key, t in tokens.items() if key.endswith("_token") and isinstance(t, str)}
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    try:
+        return environment.get_template(name)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{name}: line {error.lineno} of the chat template is no jinja ({error.message})") from None
+
+
+def lay_out(template: jinja2.Template, messages: list[dict[str, str]], *, opened: bool) -> str:
+    """The messages in the layout of a chat template; opened: and the beginning of the assistant's next one."""
+    try:
+        return template.render(messages=messages, add_generation_prompt=opened, tools=None, documents=None)
+    except Exception as error:  # a template is a program and fails in its own way
+        raise ValueError(f"the chat template of {template.name} does not take these messages ({error})") from None
+
+
+def end_of_turn(template: jinja2.Template, tokenizer: Tokenizer, special: dict[int, str]) -> list[int]:
+    """The special token with which a chat template ends an assistant's turn, if it is one, in a list."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "XYZZY"}]
+    try:
+        after = lay_out(template, turns, opened=False).partition("XYZZY")[2].lstrip()
+    except ValueError:  # this one lays out questions alone
+        return []
+    return [i for i in tokenizer.encode(after, add_special_tokens=False).ids[:1] if i in special]
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+MAX_PROMPT = "problems with a longer prompt are left out and counted; 0 takes all"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem as the model is asked it: rendered and tokenised once, for sampling, grading and records alike."""
+
+    text: str
+    ids: list[int]  # token ids
+    answer: str  # the reference
+    ends: Sequence[int] = ()  # what ends a turn in its layout, beside the model's EOS
+
+
+def render(prompt: str | list[dict[str, str]], template: Template, special: Iterable[str] = ()) -> str:
+    """The prompt as text: text as it is, messages through a chat template or, without one, as paragraphs.
+
+    A template that is text takes both. Its {question} becomes the text, or the last message, without the request for
+    \\boxed{}; earlier messages, a system message among them, are left out. ValueError for messages with a `special`
+    token in them, which would have the model read a layout that is not there.
+    """
+    if isinstance(prompt, str) and not isinstance(template, str):
+        return prompt
+    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    for token in special:
+        if any(token in content for content in contents):
+            raise ValueError(f"its text holds {token}, a control token of this model: remove it")
+    if isinstance(template, str):
+        return template.replace("{question}", ASKED.sub("", contents[-1]))
+    if template is None:
+        return "".join(content + "\n\n" for content in contents)
+    return lay_out(template, prompt, opened=True)
+
+
+def prepare(
+    problems: list[Problem], tokenizer: Tokenizer, vocabulary: int, *, template: Template = None, longest: int = 0
+) -> list[Prompt]:
+    """The prompts of these problems, those of more than `longest` tokens (0: any) left out, which is printed.
+
+    ValueError, with the line, for a prompt that the template does not take, without tokens, or with ids that the model
+    does not have.
+    """
+    special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    chats = sum(isinstance(problem.prompt, list) for problem in problems)
+    if chats and template is None:
+        print(f"the model has no chat template: {chats} prompts of messages become paragraphs (see --template)")
+    ends = end_of_turn(template, tokenizer, special) if chats and isinstance(template, jinja2.Template) else []
+    prompts = []
+    for problem in problems:
+        try:
+            text = render(problem.prompt, template, special.values())
+        except ValueError as error:
+            raise ValueError(f"{problem.where}: {error}") from None
+        ids = tokenizer.encode(text, add_special_tokens=False).ids  # a chat template brings its own BOS
+        if not ids:
+            raise ValueError(f"{problem.where}: the prompt {problem.prompt!r} has no tokens: remove it")
+        if max(ids) >= vocabulary:
+            raise ValueError(
+                f"token id {max(ids)} in a prompt, but the model's vocabulary has {vocabulary}: its tokenizer.json "
+                "belongs to another model"
+            )
+        prompts.append(Prompt(text, ids, problem.answer, ends if isinstance(problem.prompt, list) else []))
+    short = [prompt for prompt in prompts if len(prompt.ids) <= (longest or len(prompt.ids))]
+    if len(short) < len(prompts):
+        print(f"{len(prompts) - len(short)} of {len(prompts)} prompts have over {longest} tokens: left out")
+    if not short:
+        raise ValueError(f"every prompt has over {longest} tokens: raise that limit")
+    return short
+
+
+def all_ends(eos_ids: list[int], prompts: list[Prompt]) -> list[int]:
+    """Every token that ends a response to one of these prompts."""
+    return sorted({*eos_ids, *(i for prompt in prompts for i in prompt.ends)})
+
+
+def response_text(tokenizer: Tokenizer, ids: list[int], eos_ids: list[int]) -> str:
+    """What is graded and logged: the whole response, special tokens too, but for the one that ended it."""
+    return tokenizer.decode(ids[:-1] if ids and ids[-1] in eos_ids else ids, skip_special_tokens=False)
 
 
 # ------------------------------------------------------------------------------------------------------- answers

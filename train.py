@@ -111,7 +111,6 @@ class Config:
 
     def __post_init__(self):
         runs.check_options(self)
-        task.check_template(self.template)
         check_settings(self.compressor, self.budget, self.buffer, self.window)
         if self.prompts % self.updates:
             raise ValueError(f"--updates must divide the {self.prompts} prompts of a step, not {self.updates}")
@@ -186,7 +185,7 @@ def train_step(
         **config.cache,
     )
     asked = [prompt for prompt in asked for _ in range(config.group_size)]  # N, the prompt of each response
-    texts = [inputs.tokenizer.decode(r.response(i)) for i in range(len(asked))]
+    texts = [task.response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in range(len(asked))]
     rewards = torch.tensor([reward(text, prompt.answer) for text, prompt in zip(texts, asked, strict=True)])  # (N,)
     advantages = grpo.group_advantages(rewards, config.group_size, normalize_std=config.normalize_std)  # (N,)
 
@@ -422,13 +421,14 @@ def read_inputs(config: Config) -> Inputs:
     """Read and check all but the weights, write nothing. Raises ValueError or OSError in a sentence for the user."""
     model = load_config(config.model)
     tokenizer, eos_ids = task.load_tokenizer(config.model)
+    how = {"template": task.load_template(config.model, config.template), "longest": config.max_prompt_tokens}
 
-    def prompts(file: str) -> list[Prompt]:
-        how = {"template": config.template, "longest": config.max_prompt_tokens}
+    def prepared(file: str) -> list[Prompt]:
         return task.prepare(task.load_problems(file), tokenizer, model.vocab_size, **how)
 
-    held_out = prompts(config.eval_data)[: config.eval_limit or None] if config.eval_data else []
-    return Inputs(model, tokenizer, eos_ids, prompts(config.data), held_out)
+    held_out = prepared(config.eval_data)[: config.eval_limit or None] if config.eval_data else []
+    prompts = prepared(config.data)
+    return Inputs(model, tokenizer, task.all_ends(eos_ids, [*prompts, *held_out]), prompts, held_out)
 
 
 def plan(config: Config, inputs: Inputs) -> str:

@@ -35,7 +35,17 @@ from kvcache import COMPRESSORS, check_settings
 from model import Decoder, load_model
 from rollout import Rollout, cache_for, prefill, rescore, rollout_batches
 from runs import check_options, one_sentence, option, parse_config, pick_device, table
-from task import ASSETS, TEMPLATE, is_correct, load_problems, load_tokenizer, prepare
+from task import (
+    ASSETS,
+    TEMPLATE,
+    all_ends,
+    is_correct,
+    load_problems,
+    load_template,
+    load_tokenizer,
+    prepare,
+    response_text,
+)
 
 
 @dataclass(frozen=True)
@@ -119,9 +129,10 @@ def main(argv: list[str] | None = None) -> None:
         device = pick_device(config.device, config.threads)
         tokenizer, eos_ids = load_tokenizer(config.model)
         model = load_model(config.model, device=device)
-        prompts = prepare(
-            load_problems(config.data)[: config.limit], tokenizer, model.config.vocab_size, template=config.template
-        )
+        template = load_template(config.model, config.template)
+        problems = load_problems(config.data)[: config.limit]
+        prompts = prepare(problems, tokenizer, model.config.vocab_size, template=template)
+        eos_ids = all_ends(eos_ids, prompts)
         if config.out:
             new_file(Path(config.out))
     with one_sentence("experiments/compressors.py", (OSError, MemoryError, FloatingPointError)):
@@ -142,7 +153,9 @@ def main(argv: list[str] | None = None) -> None:
             cache = {"compressor": name, "budget": budget, "buffer": config.buffer, "window": config.window}
             r = rollout_batches(model, ids, generator=generator, **how, **cache)
             logp_old, _ = rescore(model, r, micro_tokens=8192)
-            right = [is_correct(tokenizer.decode(r.response(i)), p.answer) for i, p in enumerate(prompts)]
+            right = [
+                is_correct(response_text(tokenizer, r.response(i), eos_ids), p.answer) for i, p in enumerate(prompts)
+            ]
             measured = mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon)
             measured |= {"kv_saved": r.kv_saved, "accuracy": sum(right) / len(right)}
             results.append({"compressor": name, "budget": budget, **measured})

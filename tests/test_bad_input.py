@@ -85,6 +85,11 @@ NORM = "model.norm.weight"  # (32,)
 NO_PROMPT = "no `prompt` (text, or messages of role and content), `question` or `problem` in this row"
 NESTED = "[" * 100_000 + "]" * 100_000
 WORDS = {"type": "WordLevel", "vocab": {"?": 0, "<end>": 1, "1": 2, "+": 3, "=": 4, "0": 5}, "unk_token": "?"}
+USER = {"role": "user", "content": "1"}
+END = {"id": 1, "content": "<end>", "special": True} | dict.fromkeys(
+    ["single_word", "lstrip", "rstrip", "normalized"], False
+)
+ALONE = "{% if messages[0].role == 'system' %}{{ raise_exception('No system here') }}{% endif %}1"
 LETTER = {"type": "BPE", "vocab": {"a": 0, "<end>": 1}, "merges": []}
 
 OPTIONS = [
@@ -103,10 +108,8 @@ OPTIONS = [
     flags("--compressor h2o,", "unknown compressor '': choose from full, streaming", "--compressor h2o,rkv", "eval"),
     flags("--bud 9", "unrecognized arguments: --bud 9", "--budget 9"),
     flags("--top-p 0.9", "unrecognized arguments: --top-p 0.9", ""),
-    flags("--template zip", "--template 'zip' is not auto, boxed, chatml, llama3", "--template none"),
-    flags(["--template", "Q: {q}"], "--template 'Q: {q}' is not auto", ["--template", "Q: {question}"]),
-    flags("--template chatml", "--template chatml: the tokenizer has no <|im_start|>", "--template auto"),
-    flags("--template llama3", "--template llama3: the tokenizer has no <|start_header_id|>", ""),
+    flags("--template none", "--template 'none' is not auto (text as it is;", ["--template", "{question}"]),
+    flags("--template no.jinja", "cannot read the chat template no.jinja ([Errno 2] No such file", "--template auto"),
     flags("--device abacus", "--device abacus is not usable here (Expected one of cpu", "--device cpu"),
     flags(["--device="], "--device must be text without NUL, and not empty, not ''", ""),
     flags(["--out", "a\0"], r"--out must be text without NUL, and not empty, not 'a\x00'", ["--out", "a"]),
@@ -136,15 +139,31 @@ PROBLEMS = [
     problems(row(prompt="1") * 3, "p-train.jsonl holds no problem with an answer", row(prompt="1") + GOOD),
     file("e.jsonl", "x", "e.jsonl, line 1: not valid JSON", GOOD, "train", "--eval-data e.jsonl"),
     flags("--max-prompt-tokens 3", "every prompt has over 3 tokens: raise", "--max-prompt-tokens 4"),
+    problems(row(prompt=[], answer="1"), f"line 1: {NO_PROMPT}", row(prompt=[USER], answer="1")),
+    problems(
+        row(prompt=[USER, USER | {"role": "assistant"}], answer="1"),
+        "p-train.jsonl, line 1: the last message is of role assistant: a prompt must end with one of role user",
+        row(prompt=[USER | {"role": "assistant"}, USER], answer="1"),
+    ),
     Case(
-        "a prompt is laid out as a chat already: use --template none",
-        *("--template boxed", "--template boxed"),
-        {"p-train.jsonl": row(prompt="<|im_start|>user", answer="1")},
-        {"p-train.jsonl": row(prompt="user", answer="1")},
+        "p-train.jsonl, line 2: its text holds <end>, a control token of this model: remove it",
+        *("", ""),
+        {"p-train.jsonl": GOOD + row(question="1<end>", answer="1"), "model/tokenizer.json": {"added_tokens": [END]}},
+        {"p-train.jsonl": GOOD + row(prompt="1<end>", answer="1"), "model/tokenizer.json": {"added_tokens": [END]}},
         "train",
     ),
     Case(
-        "the prompt 'b' has no tokens: remove it from the problems",
+        "line 1: the chat template of model/chat_template.jinja does not take these messages (No system here)",
+        *("", ""),
+        {
+            "p-train.jsonl": row(prompt=[USER | {"role": "system"}, USER], answer="1"),
+            "model/chat_template.jinja": ALONE,
+        },
+        {"p-train.jsonl": row(prompt=[USER], answer="1"), "model/chat_template.jinja": ALONE},
+        "train",
+    ),
+    Case(
+        "p-train.jsonl, line 1: the prompt 'b' has no tokens: remove it",
         *("", ""),
         {"p-train.jsonl": row(prompt="b", answer="1"), "model/tokenizer.json": {"model": LETTER}},
         {"p-train.jsonl": row(prompt="a", answer="1"), "model/tokenizer.json": {"model": LETTER}},
@@ -167,6 +186,12 @@ MODELS = [
         {"model": WORDS | {"vocab": WORDS["vocab"] | {"0": 17}}},
         "token id 17 in a prompt, but the model's vocabulary has 17: its tokenizer.json belongs to another model",
         {"model": WORDS | {"vocab": WORDS["vocab"] | {"0": 16}}},
+    ),
+    file(
+        "model/chat_template.jinja", "1\n{% if %}", "model/chat_template.jinja: line 2 of the chat template is no", "1"
+    ),
+    file(
+        "model/tokenizer_config.json", '{"chat_template": 1}', "tokenizer_config.json: chat_template is neither", "{}"
     ),
     config({"eos_token_id": DELETED}, "model: no eos_token_id or eos_token in", {"eos_token_id": [1, 2]}),
     config({"eos_token_id": 99}, "model/config.json: eos_token_id = 99 is no token", {"eos_token_id": 16}),

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 import eval as evaluation
 from eval import pass_at_k
 from rollout import rollout_batches
-from task import Problem, Prompt, load_problems, render
+from task import Problem, Prompt, load_problems
 
 QUESTION = "What is 6 * 7?"
 
@@ -65,21 +65,20 @@ def word_tokenizer(*tokens: str) -> Tokenizer:
     return Tokenizer(models.WordLevel({token: i for i, token in enumerate(("?", *tokens))}, unk_token="?"))
 
 
-def test_messages_are_laid_out_as_chatml_if_the_tokenizer_knows_it():
-    """Else as plain text; a prompt that is text already is used as it is."""
-    messages = [{"role": "user", "content": "Hi"}]
-    assert render(messages, word_tokenizer("<|im_start|>")) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert render(messages, word_tokenizer()) == "Hi\n\n"
-    assert render("as it is", word_tokenizer("<|im_start|>")) == "as it is"
-
-
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 1, 2), (5, 0, 3), (6, 6, 1), (6, 3, 4)])
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(samples, correct, k):
     """The unbiased estimator of 2107.03374, by enumerating every subset of k responses."""
     subsets = list(itertools.combinations([i < correct for i in range(samples)], k))
     assert pass_at_k(samples, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize(("samples", "ks"), [(1, []), (2, [2]), (6, [2, 4, 6]), (8, [2, 4, 8])])
+def test_pass_at_k_is_reported_for_powers_of_two_and_all_samples(samples, ks):
+    """What was paid for is shown: of six samples pass@6 too."""
+    settings = {"rows": 8, "max_new_tokens": 1, "compressor": "full"}
+    prompts = [Prompt("a", [1], "1")]
+    summary, _ = evaluation.evaluate(tiny_model(), word_tokenizer("a"), [], prompts, samples=samples, **settings)
+    assert [name for name in summary if name.startswith("pass@")] == [f"pass@{k}" for k in ks]
 
 
 def test_accuracy_and_standard_error_are_over_problems(monkeypatch):
