@@ -46,11 +46,9 @@ FREE = (
 
 
 def free(settings: dict) -> set[str]:
-    """FREE, less what rounds otherwise in bfloat16: the learner's padding and, but for a CPU, the rows of a rollout."""
-    if settings["dtype"] == "float32":
-        return set(FREE)
-    on_cpu = runs.pick_device(settings["device"], 0).type == "cpu"
-    return set(FREE) - {"micro_tokens"} - (set() if on_cpu else {"rollout_rows", "device"})
+    """FREE, less what rounds otherwise in bfloat16: the rows of a rollout, the learner's padding, the device."""
+    coarse = settings["dtype"] != "float32"
+    return set(FREE) - ({"rollout_rows", "micro_tokens", "device"} if coarse else set())
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from runs_of_train import assert_same_run, assert_same_tensors, lines, run
+from runs_of_train import assert_same_run, lines, run
 from safetensors.torch import load_file, save_file
 
 import train
@@ -139,20 +137,11 @@ def test_a_checkpoint_of_another_run_is_refused(place, capsys):
     assert f"{mine} belongs to another run" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_in_bf16_a_resumed_run_may_change_only_what_rounds_alike(files, tmp_path, capsys, monkeypatch):
-    """On a CPU the rows of a rollout, bit for bit; not the padding of the learner, elsewhere not the rows either."""
-    how = "--dtype", "bfloat16", "--device", "cpu", "--eval-data="
-    whole, part = run(files, tmp_path / "whole", *how), run(files, tmp_path / "part", *how, "--steps", "2")
-    train.main(["--resume", str(part), "--steps", "4", "--rollout-rows", "4"])
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        ours, theirs = (
-            [{k: v for k, v in line.items() if not re.search("second|bytes", k)} for line in lines(folder / name)]
-            for folder in (part, whole)
-        )  # bytes are those of the largest batch
-        assert ours == theirs
-    assert_same_tensors(part, whole)
+@pytest.mark.parametrize("option", ["--rollout-rows", "--micro-tokens"])
+def test_in_bf16_a_resumed_run_may_not_change_what_rounds_otherwise(option, files, tmp_path, capsys):
+    """The rows of a matrix product and the padding of the learner: in fp32 they move the last bits, here the tokens."""
+    part = run(files, tmp_path / "part", "--dtype", "bfloat16", "--eval-data=", "--steps", "1")
     with pytest.raises(SystemExit):
-        train.main(["--resume", str(part), "--micro-tokens", "50"])
-    assert "cannot change the experiment (--micro-tokens 100 -> 50)" in capsys.readouterr().err
-    monkeypatch.setattr("runs.pick_device", lambda name, threads: torch.device("cuda"))
-    assert {"micro_tokens", "rollout_rows", "device"}.isdisjoint(train.free({"dtype": "bfloat16", "device": "auto"}))
+        train.main(["--resume", str(part), "--steps", "2", option, "50"])
+    assert f"cannot change the experiment ({option}" in capsys.readouterr().err
+    assert len(lines(part / "metrics.jsonl")) == 1
