@@ -136,8 +136,8 @@ def snapkv(held: Held, kernel: int = 7) -> Tensor:
 
     The largest logit of a KV head's query heads, softmax over the older keys, mean over the W queries, max-pooled over
     `kernel` older slots. These are the scores of the code released with Sparse-RL, and R-KV's importance; the paper has
-    a key per query head, W = 32 or 64 (8 here by default), and compresses the prompt alone. Of the two ways to pool
-    query heads this one moves the sampler less or as much (experiments/compressors.py, README).
+    a key per query head, W = 32 or 64 (8 here by default), and compresses the prompt alone. Which of the two ways to
+    pool query heads moves the sampler less depends on task and budget (experiments/compressors.py, README).
     """
     logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
     attention = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -15,13 +16,18 @@ ROOT = ASSETS.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_code_for_a_new_policy_trains_with_it(tmp_path, monkeypatch):
-    """The block defines a scoring function, registers it, evicts by it and moves the weights once."""
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=["a policy", "a reward"])
+def test_the_code_for_a_new_policy_or_reward_trains_with_it(block, tmp_path, monkeypatch):
+    """It evicts, and moves the weights once; a reward of one's own is that of the records."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").symlink_to(ASSETS)
-    (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names = {"__name__": "readme"}
+    (tmp_path / "block.py").write_text(block)
     try:
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+        exec(compile(block, str(tmp_path / "block.py"), "exec"), names)
     finally:
         kvcache.COMPRESSORS.pop("valueaware", None)
     (run,) = tmp_path.glob("runs/*")
@@ -31,6 +37,9 @@ def test_the_code_for_a_new_policy_trains_with_it(tmp_path, monkeypatch):
         load_file(folder / "model.safetensors") for folder in (ASSETS / "model", run / "checkpoints/step-000001")
     )
     assert any(not torch.equal(before[name], after[name]) for name in before)
+    if reward := names.get("short_and_right"):
+        records = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+        assert all(abs(r["reward"] - reward(r["response"], r["answer"])) < 1e-6 for r in records)
 
 
 def test_every_test_that_the_readme_names_exists():
