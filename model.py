@@ -176,8 +176,8 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
         """Final hidden states (B, T, hidden) of tokens (B, T).
 
-        positions (B, T) are the tokens' places in their own sequence (0, 1, ... by default). A cache takes a
-        position below 0 as padding. With a cache, the tokens continue what it holds.
+        positions (B, T) are the tokens' places in their own sequence (0, 1, ... by default). With a cache, which takes
+        no padding, the tokens continue what it holds.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)

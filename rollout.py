@@ -6,8 +6,8 @@ under the policy that sampled it: the model's weights, attending to the compress
 logp. Both take the temperature of the rollout.
 
 Responses are rows N = prompts * G, in the order of the prompts (AABB). Row i's token t is drawn by inverse CDF with
-its own uniform number u[i, t], drawn on the CPU before sampling starts. So a response depends neither on the rows
-that share its batch nor on the device.
+its own uniform number u[i, t], drawn on the CPU before sampling starts. So, but for rounding, a response depends
+neither on the rows that share its batch nor on the device.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def rollout(
 def rollout_batches(
     model: Decoder, prompts: list[list[int]], *, group_size: int, rows: int, progress: bool = False, **settings
 ) -> Rollout:
-    """`rollout` of at most `rows` responses at a time (at least a group): slower, less memory, the same responses."""
+    """`rollout` of at most `rows` responses (at least a group) at a time: less memory, the same but for rounding."""
     size = max(1, rows // group_size)
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     bar = tqdm(batches, desc="batches", leave=False, disable=not progress or len(batches) == 1)

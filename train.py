@@ -190,7 +190,6 @@ def train_step(
     scoring = time.perf_counter()
     logp_old, entropy = rescore(weights.decoder, r, config.micro_tokens)  # (N, R) each
     logp_ref = rescore(weights.reference, r, config.micro_tokens)[0] if weights.reference else None
-
     scored = {"logp_old": logp_old, "advantages": advantages} | ({} if logp_ref is None else {"logp_ref": logp_ref})
 
     updating = time.perf_counter()
@@ -480,7 +479,10 @@ def identity(config: Config, inputs: Inputs, reward: Reward | None) -> dict:
 def reward_source(name: str, passed: Reward | None) -> str:
     """What a reward is known by: its file's contents and its name there, or its own source; "" for the default."""
     if passed:
-        return runs.fingerprint(inspect.getsource(passed))
+        try:
+            return runs.fingerprint(inspect.getsource(passed))
+        except (OSError, TypeError):
+            raise ValueError(f"no source is to be had of the reward {passed!r}: pass a function of a file") from None
     file, _, function = name.rpartition(":")
     return runs.fingerprint(Path(file), function) if name else ""
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from claim import shown
 
+from eval import names as policies
 from experiments.commas import numbers
 from grpo import mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
@@ -108,12 +109,12 @@ def lead(model: Decoder, r: Rollout, runs: list[tuple[str, int]], config: Settin
         how = {"compressor": name, "budget": budget, "buffer": config.buffer, "window": config.window}
         kl, log_xi, saved = forced(model, r, **how)
         each = kl.sum(1) / r.response_lengths  # (N,)
-        numbers = {"kl": float(kl.sum() / r.mask.sum()), "stderr": float(each.std() / len(each) ** 0.5)}
+        measured = {"kl": float(kl.sum() / r.mask.sum()), "stderr": float(each.std() / len(each) ** 0.5)}
         low = log_xi.masked_fill(~r.mask, 0).amin(1)
         rejected = float((low < math.log(config.epsilon)).float().mean())
         xi = log_xi[r.mask].exp().sort().values
-        numbers |= {"xi_p01": float(xi[round(0.01 * (len(xi) - 1))]), "rejected": rejected, "kv_saved": saved}
-        results.append({"compressor": name, "budget": budget, **numbers})
+        measured |= {"xi_p01": float(xi[round(0.01 * (len(xi) - 1))]), "rejected": rejected, "kv_saved": saved}
+        results.append({"compressor": name, "budget": budget, **measured})
     return results
 
 
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     config, _ = parse_config(Settings, argv, "experiments/compressors.py", "Every cache policy at several budgets.")
     with one_sentence("experiments/compressors.py"):
         budgets = numbers(config, "budgets")
-        names = config.compressors.split(",") if config.compressors else [n for n in COMPRESSORS if n != "full"]
+        names = policies(config.compressors) if config.compressors else [n for n in COMPRESSORS if n != "full"]
         runs = [("full", 0)] + [(name, budget) for name in names for budget in budgets]
         for name, budget in runs:
             check_settings(name, budget, config.buffer, config.window)

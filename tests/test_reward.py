@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -113,6 +114,14 @@ def test_a_resumed_run_has_the_reward_it_began_with(files, rewards, tmp_path, ca
     with pytest.raises(SystemExit):
         train.main(["--resume", str(tmp_path / "passed"), "--steps", "2"])
     assert "--reward: not what" in capsys.readouterr().err
+
+
+def test_a_function_without_source_is_refused_and_nothing_written(files, tmp_path, capsys):
+    """No resumed run could know it again."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(arguments(files, tmp_path / "run"), reward=functools.partial(max, key=len))
+    assert stop.value.code == 2 and "pass a function of a file" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_evaluation_reports_a_reward_beside_accuracy(files, rewards, tmp_path, capsys):
