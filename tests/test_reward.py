@@ -127,10 +127,27 @@ def test_a_function_without_source_is_refused_and_nothing_written(files, tmp_pat
 def test_evaluation_reports_a_reward_beside_accuracy(files, rewards, tmp_path, capsys):
     """A column of its own; accuracy stays what is_correct says."""
     paths = ["--model", str(files / "model"), "--data", str(files / "p-heldout.jsonl"), "--out", str(tmp_path / "out")]
-    small = ["--budget", "8", "--buffer", "4", "--window", "2", "--max-new-tokens", "12", "--limit", "3"]
+    small = [
+        "--budget",
+        "8",
+        "--buffer",
+        "4",
+        "--window",
+        "2",
+        "--max-new-tokens",
+        "24",
+        "--limit",
+        "3",
+        "--samples",
+        "2",
+        "--temperature",
+        "1",
+    ]
     evaluation.main([*paths, *small, "--reward", f"{rewards}:length"])
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]["p-heldout"]
     records = lines(tmp_path / "out" / "responses-p-heldout-dense.jsonl")
-    assert results["dense"]["reward"] == pytest.approx(sum(-0.5 * len(r["response"]) for r in records) / 3)
-    assert results["dense"]["accuracy"] == sum(r["correct"] for r in records) / 3
+    given = [-0.5 * len(r["response"]) for r in records]
+    assert len(set(given)) > 1 and given == [r["reward"] for r in records]
+    assert results["dense"]["reward"] == pytest.approx(sum(given) / 6)
+    assert results["dense"]["accuracy"] == pytest.approx(sum(r["correct"] for r in records) / 6)
     assert "reward" in capsys.readouterr().out
