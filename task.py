@@ -7,18 +7,18 @@ reference, else 0. Any other function of (response, answer) can take its place.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import math
 import re
-import typing
+import runpy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import jinja2
-import jinja2.ext
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -47,19 +47,17 @@ def reference_answer(row: dict) -> str | None:
     A list of one stands for its element, a text with a box for what is in it. None if there is none; ValueError if it
     is neither text nor number.
     """
-    for key in ("label", "answer", "final_answer"):
+    for key in ("label", "answer", "final_answer", "solution"):
         value = row.get(key)
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if value is None or value == []:
+        if value in (None, []):
             continue
-        if type(value) not in (str, int, float) or value in (math.inf, -math.inf) or value != value:
+        if type(value) not in (str, int, float):
             raise ValueError(f"`{key}` is {value!r}, an answer is text or a number")
-        if text := str(value).split("####")[-1].strip():
-            return extract_answer(text) or text
-    solution = row.get("solution") or ""
-    if not isinstance(solution, str):
-        raise ValueError(f"`solution` is {solution!r}, it must be text")
-    return extract_answer(solution) or None
+        text = str(value).split("####")[-1].strip()
+        if found := extract_answer(text) or (text if key != "solution" else None):
+            return found
+    return None
 
 
 def prompt_of(row: dict) -> str | list[dict[str, str]]:
@@ -69,35 +67,15 @@ def prompt_of(row: dict) -> str | list[dict[str, str]]:
         return [{"role": "user", "content": question + INSTRUCTION}]
     if prompt and isinstance(prompt, str):
         return prompt
-    messages = prompt if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt) else []
-    if not messages or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
+    if not prompt or not isinstance(prompt, list):
         raise ValueError("no `prompt` (text, or messages of role and content), `question` or `problem` in this row")
-    if more := sorted({key for message in messages for key in message} - {"role", "content"}):
-        raise ValueError(f"a message holds {', '.join(more)} besides role and content, and nothing reads it: remove it")
-    roles = [message["role"] for message in messages]
-    if unknown := sorted(set(roles) - {"system", "user", "assistant"}):
-        raise ValueError(f"a message has the role {unknown[0]!r}: it must be system, user or assistant")
-    if roles[-1] != "user":
-        raise ValueError(f"the last message is of role {roles[-1]}: a prompt must end with one of role user")
-    return messages
-
-
-def read_problem(line: str, where: str) -> Problem | None:
-    """The problem in a line of JSONL, None if it has no answer. ValueError, with `where`, if it is none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        what = re.sub(": line 1 .*", "", str(error))
-        raise ValueError(f"{where}: not valid JSON ({what}); a line holds one object") from None
-    try:
-        if not isinstance(row, dict):
-            raise ValueError(f"a problem is a JSON object, not {type(row).__name__}")
-        if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
-            raise ValueError("half a character (a lone surrogate such as \\ud800): remove it")
-        prompt, answer = prompt_of(row), reference_answer(row)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {error}") from None
-    return None if answer is None else Problem(prompt, answer, where)
+    for message in prompt:
+        content, role = (message.get(key) if isinstance(message, dict) else None for key in ("content", "role"))
+        if not isinstance(content, str) or role not in ("system", "user", "assistant") or len(message) > 2:
+            raise ValueError(f"a message is `role` (system, user or assistant) and `content` (text), not {message}")
+    if role != "user":
+        raise ValueError(f"the last message is of role {role}: a prompt must end with one of role user")
+    return prompt
 
 
 def load_problems(path) -> list[Problem]:
@@ -106,15 +84,23 @@ def load_problems(path) -> list[Problem]:
     A row without an answer is left out, and how many were is printed. Raises ValueError naming file and line for
     anything that is not such a row, and for a file without problems.
     """
-    path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise ValueError(f"cannot read the problems in {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}): convert it") from None
-    found = [read_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    problems = [problem for problem in found if problem]
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the problems in {path} as UTF-8 text ({error})") from None
+    found = []
+    for where, line in ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()):
+        try:
+            row = json.loads(line, parse_constant=lambda nan: None)  # NaN is how some write that there is nothing
+            json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is half a character
+            if not isinstance(row, dict):
+                raise ValueError(f"a problem is a JSON object, not {type(row).__name__}")
+            found.append(Problem(prompt_of(row), reference_answer(row), where))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not valid JSON ({error.msg}); a line holds one object") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: {error}") from None
+    problems = [problem for problem in found if problem.answer is not None]
     if len(problems) < len(found):
         print(f"{path}: {len(found) - len(problems)} of {len(found)} rows have no answer and are left out")
     if not problems:
@@ -124,45 +110,43 @@ def load_problems(path) -> list[Problem]:
 
 # ------------------------------------------------------------------------------- the tokenizer and its chat template
 
-EOS_KEYS = (
-    ("generation_config.json", "eos_token_id"),
-    ("config.json", "eos_token_id"),
-    ("tokenizer_config.json", "eos_token"),
-)
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json", "config.json", "generation_config.json")
 TEMPLATE = (
     "auto: text as it is, messages through the model's chat template; FILE.jinja: through that one; or a text with "
     "{question}, which asks for the box itself"
 )
-Template = jinja2.Template | str | None  # a chat template, a text with {question}, or none
+LayOut = Callable[[list[dict[str, str]]], str]  # a compiled chat template: messages -> text
+Template = LayOut | str | None  # a chat template, a text with {question}, or none
+
+
+def model_settings(folder) -> dict:
+    """What those of SETTINGS that a folder has say together, a later one first; its tokens as text."""
+    found = {}
+    for file in (Path(folder) / name for name in SETTINGS):
+        found |= {key: value for key, value in read_json(file).items() if value is not None} if file.exists() else {}
+    return {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
 
 
 def load_tokenizer(folder) -> tuple[Tokenizer, list[int]]:
     """The folder's tokenizer and its EOS ids: from generation_config.json, else config.json, else its own eos_token."""
-    folder = Path(folder)
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        raise ValueError(f"{file} does not exist: --model must be a folder with a tokenizer in that format")
+    file = Path(folder) / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{file} is not a tokenizer ({error})") from None
+        raise ValueError(f"{file} is no tokenizer ({error}): --model must be a folder with one") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for name, key in EOS_KEYS:
-        stored = eos = read_json(folder / name).get(key) if (folder / name).exists() else None
-        if stored is None:
-            continue
-        if key == "eos_token":  # the token's text, or an object that holds it
-            eos = tokenizer.token_to_id(str(stored.get("content") if isinstance(stored, dict) else stored))
-        ids = eos if isinstance(eos, list) else [eos]
-        if not ids or not all(type(i) is int and 0 <= i < 2**32 and tokenizer.id_to_token(i) is not None for i in ids):
-            raise ValueError(f"{folder / name}: {key} = {stored!r} is no token, or list of tokens, of tokenizer.json")
-        size = read_json(folder / "config.json").get("vocab_size")
-        if isinstance(size, int) and max(ids) >= size:
-            raise ValueError(f"{folder / name}: {key} = {stored!r} is beyond vocab_size = {size} of config.json")
-        return tokenizer, ids
-    names = ", ".join(name for name, _ in EOS_KEYS)
-    raise ValueError(f"{folder}: no eos_token_id or eos_token in {names}, so no response could end: add one")
+    settings = model_settings(folder)
+    stored = settings.get("eos_token_id", settings.get("eos_token", []))
+    tokens = stored if isinstance(stored, list) else [stored]
+    ids = [tokenizer.token_to_id(token) if isinstance(token, str) else token for token in tokens]
+    known = {i for i in tokenizer.get_vocab().values() if i < settings.get("vocab_size", math.inf)}
+    if not ids or not known.issuperset(ids):
+        raise ValueError(
+            f"{folder}: no response could end: eos_token_id in generation_config.json or config.json, or eos_token in "
+            f"tokenizer_config.json, is {stored}, it must be a token (or several) of tokenizer.json below vocab_size"
+        )
+    return tokenizer, ids
 
 
 def load_template(folder, option: str = "auto") -> Template:
@@ -173,80 +157,64 @@ def load_template(folder, option: str = "auto") -> Template:
     if "{question}" in option:
         return option.replace("\\n", "\n")
     if option != "auto" and not option.endswith(".jinja"):
-        raise ValueError(
-            f"--template {option!r} is not auto (text as it is; messages, and a `question` with the request for a box, "
-            "through the model's chat template), nor FILE.jinja (through that one), nor a text with {question} "
-            "('{question}' alone: no layout)"
-        )
-    file, own = Path(folder) / "tokenizer_config.json", Path(folder) / "chat_template.jinja"
-    config = read_json(file) if file.exists() else {}
-    if option != "auto" or own.exists():
-        file = own if option == "auto" else Path(option)
+        raise ValueError(f"--template {option!r} is none of these: {TEMPLATE} ('{{question}}' alone: no layout)")
+    settings, file = model_settings(folder), Path(folder) / "chat_template.jinja" if option == "auto" else Path(option)
+    if option != "auto" or file.exists():
         try:
             source = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the chat template {file} ({error})") from None
-    elif isinstance(source := config.get("chat_template"), list):
-        source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), source)
+    else:
+        file, source = Path(folder) / "tokenizer_config.json", settings.get("chat_template")
+        if isinstance(source, list):
+            source = next((named["template"] for named in source if named["name"] == "default"), source)
     if source is None:
         return None
     if not isinstance(source, str):
         raise ValueError(f"{file}: chat_template is neither text nor a list with one named default: use --template")
-    older = Path(folder) / "special_tokens_map.json"
-    if "added_tokens_decoder" not in config and older.exists():
-        config |= read_json(older)
-    return compile_template(source, str(file), config)
+    return compile_template(source, file, settings)
 
 
-class Generation(jinja2.ext.Extension):
-    """{% generation %} and {% endgeneration %} show others what the assistant wrote. Here they change nothing."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """What stands between the two."""
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def raise_exception(message: str) -> typing.NoReturn:
+def raise_exception(message: str) -> NoReturn:
     """What a chat template calls for messages that it does not take."""
     raise jinja2.TemplateError(message)
 
 
-def compile_template(source: str, name: str, config: dict) -> jinja2.Template:
-    """A chat template that sees what transformers shows it: the tokens that config names (bos_token), some functions.
+def compile_template(source: str, file: Path, settings: dict) -> LayOut:
+    """A chat template that sees what transformers shows it: the tokens in settings (bos_token), some functions.
 
-    But not today's date (`strftime_now`): a run that is resumed tomorrow must ask the same.
+    But not today's date (`strftime_now`): a run that is resumed tomorrow must ask the same. {% generation %} and
+    {% endgeneration %}, which show others what the assistant wrote, only bound what is set between them.
     """
-    tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
-    options = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [Generation, "jinja2.ext.loopcontrols"]}
-    environment = ImmutableSandboxedEnvironment(**options, loader=jinja2.DictLoader({name: source}))
-    environment.globals |= {key: t for key, t in tokens.items() if key.endswith("_token") and isinstance(t, str)}
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    source = re.sub(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})", r"\1with", source)
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    jinja.globals |= {key: token for key, token in settings.items() if key.endswith("_token") and type(token) is str}
+    jinja.globals["raise_exception"] = raise_exception
+    jinja.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     try:
-        return environment.get_template(name)
+        template = jinja.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{name}: line {error.lineno} of the chat template is no jinja ({error.message})") from None
+        raise ValueError(f"{file}: line {error.lineno} of the chat template is no jinja ({error.message})") from None
+
+    def lay_out(messages: list[dict[str, str]]) -> str:
+        """The messages as text; after one of the user's, also the beginning of the assistant's."""
+        asked = messages[-1]["role"] == "user"
+        try:
+            return template.render(messages=messages, add_generation_prompt=asked, tools=None, documents=None)
+        except Exception as error:  # a template is a program and fails in its own way
+            raise ValueError(f"the chat template of {file} does not take these messages ({error})") from None
+
+    return lay_out
 
 
-def lay_out(template: jinja2.Template, messages: list[dict[str, str]], *, opened: bool) -> str:
-    """The messages in the layout of a chat template; opened: and the beginning of the assistant's next one."""
+def end_of_turn(lay_out: LayOut, tokenizer: Tokenizer, special: Iterable[str]) -> list[int]:
+    """The special token, in a list, with which a chat template ends an assistant's turn; [] if it is none."""
     try:
-        return template.render(messages=messages, add_generation_prompt=opened, tools=None, documents=None)
-    except Exception as error:  # a template is a program and fails in its own way
-        raise ValueError(f"the chat template of {template.name} does not take these messages ({error})") from None
-
-
-def end_of_turn(template: jinja2.Template, tokenizer: Tokenizer, special: dict[int, str]) -> list[int]:
-    """The special token with which a chat template ends an assistant's turn, if it is one, in a list."""
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "XYZZY"}]
-    try:
-        after = lay_out(template, turns, opened=False).partition("XYZZY")[2].lstrip()
+        text = lay_out([{"role": "user", "content": "?"}, {"role": "assistant", "content": "XYZZY"}])
     except ValueError:  # this one lays out questions alone
         return []
-    return [i for i in tokenizer.encode(after, add_special_tokens=False).ids[:1] if i in special]
+    after = text.partition("XYZZY")[2].lstrip()
+    return [tokenizer.token_to_id(token) for token in special if after.startswith(token)][:1]
 
 
 # ------------------------------------------------------------------------------------------------------- prompts
@@ -274,14 +242,11 @@ def render(prompt: str | list[dict[str, str]], template: Template, special: Iter
     if isinstance(prompt, str) and not isinstance(template, str):
         return prompt
     contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    for token in special:
-        if any(token in content for content in contents):
-            raise ValueError(f"its text holds {token}, a control token of this model: remove it")
+    if held := [token for token in special if any(token in content for content in contents)]:
+        raise ValueError(f"its text holds {held[0]}, a control token of this model: remove it")
     if isinstance(template, str):
         return template.replace("{question}", ASKED.sub("", contents[-1]))
-    if template is None:
-        return "".join(content + "\n\n" for content in contents)
-    return lay_out(template, prompt, opened=True)
+    return template(prompt) if template else "".join(content + "\n\n" for content in contents)
 
 
 def prepare(
@@ -292,27 +257,24 @@ def prepare(
     ValueError, with the line, for a prompt that the template does not take, without tokens, or with ids that the model
     does not have.
     """
-    special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     chats = sum(isinstance(problem.prompt, list) for problem in problems)
     if chats and template is None:
         print(f"the model has no chat template: {chats} prompts of messages become paragraphs (see --template)")
-    ends = end_of_turn(template, tokenizer, special) if chats and isinstance(template, jinja2.Template) else []
+    ends = end_of_turn(template, tokenizer, special) if chats and callable(template) else []
     prompts = []
     for problem in problems:
         try:
-            text = render(problem.prompt, template, special.values())
+            text = render(problem.prompt, template, special)
+            ids = tokenizer.encode(text, add_special_tokens=False).ids  # a chat template brings its own BOS
+            if not ids:
+                raise ValueError(f"the prompt {problem.prompt!r} has no tokens: remove it")
+            if max(ids) >= vocabulary:
+                raise ValueError(f"token id {max(ids)}, but the model has {vocabulary}: is tokenizer.json another's?")
         except ValueError as error:
             raise ValueError(f"{problem.where}: {error}") from None
-        ids = tokenizer.encode(text, add_special_tokens=False).ids  # a chat template brings its own BOS
-        if not ids:
-            raise ValueError(f"{problem.where}: the prompt {problem.prompt!r} has no tokens: remove it")
-        if max(ids) >= vocabulary:
-            raise ValueError(
-                f"token id {max(ids)} in a prompt, but the model's vocabulary has {vocabulary}: its tokenizer.json "
-                "belongs to another model"
-            )
         prompts.append(Prompt(text, ids, problem.answer, ends if isinstance(problem.prompt, list) else []))
-    short = [prompt for prompt in prompts if len(prompt.ids) <= (longest or len(prompt.ids))]
+    short = [prompt for prompt in prompts if len(prompt.ids) <= (longest or math.inf)]
     if len(short) < len(prompts):
         print(f"{len(prompts) - len(short)} of {len(prompts)} prompts have over {longest} tokens: left out")
     if not short:
@@ -471,7 +433,7 @@ def split(text: str, separator: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-class Parsed(typing.NamedTuple):
+class Parsed(NamedTuple):
     """An answer taken apart: what stands before `=`, the unit, and the terms of a sum or, of a group, its members."""
 
     terms: tuple = ()
@@ -583,17 +545,11 @@ class RewardError(Exception):
 def load_reward(name: str) -> Reward:
     """The function of "FILE.py:NAME". Raises ValueError naming what is missing, or what the file raised."""
     file, _, function = name.rpartition(":")
-    if not Path(file).is_file():
-        raise ValueError(f"--reward {name!r}: name a function as FILE.py:NAME; there is no file {file!r}")
-    spec = importlib.util.spec_from_file_location("reward", file)
     try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        return runpy.run_path(file)[function]
     except Exception as error:  # it is the user's code
-        raise ValueError(f"--reward: {file} cannot be imported ({type(error).__name__}: {error})") from None
-    if not callable(reward := getattr(module, function, None)):
-        raise ValueError(f"--reward: {file} has no function {function!r}")
-    return reward
+        fault = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--reward {name!r}: no function could be read from FILE.py:NAME ({fault})") from None
 
 
 def held_to_its_promise(reward: Reward, name: str, folder: Path) -> Reward:

@@ -108,7 +108,7 @@ OPTIONS = [
     flags("--compressor h2o,", "unknown compressor '': choose from full, streaming", "--compressor h2o,rkv", "eval"),
     flags("--bud 9", "unrecognized arguments: --bud 9", "--budget 9"),
     flags("--top-p 0.9", "unrecognized arguments: --top-p 0.9", ""),
-    flags("--template none", "--template 'none' is not auto (text as it is;", ["--template", "{question}"]),
+    flags("--template none", "--template 'none' is none of these: auto: text as it is,", ["--template", "{question}"]),
     flags("--template no.jinja", "cannot read the chat template no.jinja ([Errno 2] No such file", "--template auto"),
     flags("--device abacus", "--device abacus is not usable here (Expected one of cpu", "--device cpu"),
     flags(["--device="], "--device must be text without NUL, and not empty, not ''", ""),
@@ -116,8 +116,14 @@ OPTIONS = [
     # Paths
     flags("--model nowhere", "nowhere/config.json does not exist", "--model model"),
     flags("--model p-train.jsonl", "cannot read p-train.jsonl/config.json: Not a directory", "--model model"),
-    flags("--data nowhere", "cannot read the problems in nowhere: No such file", "--data p-heldout.jsonl"),
-    flags("--eval-data model", "cannot read the problems in model: Is a directory", "--eval-data p-heldout.jsonl"),
+    flags(
+        "--data nowhere", "cannot read the problems in nowhere as UTF-8 text ([Errno 2] No", "--data p-heldout.jsonl"
+    ),
+    flags(
+        "--eval-data model",
+        "cannot read the problems in model as UTF-8 text ([Errno 21] Is a",
+        "--eval-data p-heldout.jsonl",
+    ),
     flags("--benchmark model", "--benchmark model is no folder with JSONL files", ["--benchmark", "."], "eval"),
     flags("--out run", "run exists already: name another folder with --out", "--out run2"),
     flags("--out p-train.jsonl/a", "cannot make the folder p-train.jsonl/a (Not a directory)", "--out p/a"),
@@ -130,11 +136,17 @@ OPTIONS = [
 
 PROBLEMS = [
     problems(GOOD + '{"prompt": ', "p-train.jsonl, line 2: not valid JSON (Expecting value", GOOD),
-    problems(f'{{"prompt": {NESTED}}}', "line 1: not valid JSON (maximum recursion depth", GOOD),
+    problems(f'{{"prompt": {NESTED}}}', "p-train.jsonl, line 1: maximum recursion depth", GOOD),
     problems("[1]\n", "p-train.jsonl, line 1: a problem is a JSON object, not list", GOOD),
-    problems(GOOD.encode("utf-16"), "p-train.jsonl is not UTF-8 text ('utf-8' codec", GOOD.encode("utf-8-sig")),
-    problems(row(prompt="\ud800", answer="1"), "line 1: half a character (a lone", row(prompt="😀", answer="1")),
-    problems(row(prompt=["1"], answer="1"), f"line 1: {NO_PROMPT}", row(question="1", answer="1")),
+    problems(GOOD.encode("utf-16"), "problems in p-train.jsonl as UTF-8 text ('utf-8' codec", GOOD.encode("utf-8-sig")),
+    problems(
+        row(prompt="\ud800", answer="1"),
+        "line 1: 'utf-8' codec can't encode character '\\ud800'",
+        row(prompt="😀", answer="1"),
+    ),
+    problems(
+        row(prompt=["1"], answer="1"), "line 1: a message is `role` (system, user or", row(question="1", answer="1")
+    ),
     problems(row(prompt="1", answer=True), "line 1: `answer` is True, an answer", row(prompt="1", answer=1)),
     problems(row(prompt="1") * 3, "p-train.jsonl holds no problem with an answer", row(prompt="1") + GOOD),
     file("e.jsonl", "x", "e.jsonl, line 1: not valid JSON", GOOD, "train", "--eval-data e.jsonl"),
@@ -179,12 +191,16 @@ MODELS = [
     config({"model_type": DELETED}, "config.json has no 'model_type': is this a complete Hugging Face model"),
     config({"model_type": "gpt2"}, "model: config.json: model_type = 'gpt2' is none that model.py has: llama"),
     # The tokenizer, and the token that ends a response
-    file("model/tokenizer.json", DELETED, "model/tokenizer.json does not exist: --model must be a folder with a"),
-    file("model/tokenizer.json", "{", "model/tokenizer.json is not a tokenizer (EOF while parsing"),
+    file(
+        "model/tokenizer.json",
+        DELETED,
+        "model/tokenizer.json is no tokenizer (No such file or directory (os error 2)): --model",
+    ),
+    file("model/tokenizer.json", "{", "model/tokenizer.json is no tokenizer (EOF while parsing"),
     file(
         "model/tokenizer.json",
         {"model": WORDS | {"vocab": WORDS["vocab"] | {"0": 17}}},
-        "token id 17 in a prompt, but the model's vocabulary has 17: its tokenizer.json belongs to another model",
+        "p-train.jsonl, line 1: token id 17, but the model has 17: is tokenizer.json another's?",
         {"model": WORDS | {"vocab": WORDS["vocab"] | {"0": 16}}},
     ),
     file(
@@ -193,13 +209,16 @@ MODELS = [
     file(
         "model/tokenizer_config.json", '{"chat_template": 1}', "tokenizer_config.json: chat_template is neither", "{}"
     ),
-    config({"eos_token_id": DELETED}, "model: no eos_token_id or eos_token in", {"eos_token_id": [1, 2]}),
-    config({"eos_token_id": 99}, "model/config.json: eos_token_id = 99 is no token", {"eos_token_id": 16}),
-    config({"eos_token_id": 16, "vocab_size": 16}, "eos_token_id = 16 is beyond vocab_size = 16 of config.json"),
+    config({"eos_token_id": DELETED}, "model: no response could end: eos_token_id in", {"eos_token_id": [1, 2]}),
+    config({"eos_token_id": 99}, "eos_token in tokenizer_config.json, is 99, it must be a token", {"eos_token_id": 16}),
+    config(
+        {"eos_token_id": 16, "vocab_size": 16},
+        "is 16, it must be a token (or several) of tokenizer.json below vocab_size",
+    ),
     file(
         "model/generation_config.json",
-        '{"eos_token_id": true}',
-        "model/generation_config.json: eos_token_id = True is no token",
+        '{"eos_token_id": "<eos>"}',
+        "is <eos>, it must be a token (or several) of tokenizer.json",
         '{"eos_token_id": 16}',
     ),
     # Weights; what each tensor may be is in test_model.py

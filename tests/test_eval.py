@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -39,8 +40,8 @@ def test_problems_are_read_as_they_are_in_the_wild(row, answer, tmp_path):
 
 
 def test_a_row_without_an_answer_is_counted_not_rewarded(tmp_path, capsys):
-    """It leaves the set, and the count is printed."""
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": ""}, {"prompt": "c"}]
+    """It leaves the set, and the count is printed; NaN, with which some fill a column, is no answer."""
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": math.nan}, {"prompt": "c"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert load_problems(tmp_path / "p.jsonl") == [Problem("a", "1")]
     assert "2 of 3 rows have no answer" in capsys.readouterr().out

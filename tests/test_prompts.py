@@ -315,7 +315,7 @@ def test_a_template_that_fails_names_its_file(source, messages, sentence, tmp_pa
 def test_a_template_that_is_no_template_is_refused_by_name(option, tmp_path):
     """With what to write instead."""
     with pytest.raises(
-        ValueError, match=rf"^--template '{option}' is not auto .*FILE.jinja .*'{{question}}' alone: no"
+        ValueError, match=rf"^--template '{option}' is none of these: auto: .*FILE.jinja: .*'{{question}}' alone: no"
     ):
         load_template(write(tmp_path), option)
     with pytest.raises(ValueError, match=r"cannot read the chat template no.jinja"):
@@ -351,8 +351,11 @@ def test_a_message_may_not_hold_control_tokens(source, prompt, option, token, tm
     ("prompt", "sentence"),
     [
         ([], "no `prompt` (text, or messages of role and content)"),
-        ([*ONE, "a"], "no `prompt` (text, or messages of role and content)"),
-        ([{"role": "user", "content": ["a"]}], "no `prompt` (text, or messages of role and content)"),
+        ([*ONE, "a"], "a message is `role` (system, user or assistant) and `content` (text), not a"),
+        (
+            [{"role": "user", "content": ["a"]}],
+            "a message is `role` (system, user or assistant) and `content` (text), not {",
+        ),
         (
             [*ONE, {"role": "assistant", "content": "3"}],
             "the last message is of role assistant: a prompt must end with",
@@ -361,8 +364,8 @@ def test_a_message_may_not_hold_control_tokens(source, prompt, option, token, tm
             [{"role": "system", "content": "3"}],
             "the last message is of role system: a prompt must end with one of role",
         ),
-        ([{"role": "human", "content": "3"}, *ONE], "a message has the role 'human': it must be system, user or"),
-        ([ONE[0] | {"name": "Bo", "id": 1}], "a message holds id, name besides role and content, and nothing reads it"),
+        ([{"role": "human", "content": "3"}, *ONE], "a message is `role` (system, user or assistant) and"),
+        ([ONE[0] | {"name": "Bo", "id": 1}], "a message is `role` (system, user or assistant) and"),
     ],
 )
 def test_messages_that_ask_nothing_are_refused_by_line(prompt, sentence, tmp_path):

@@ -85,7 +85,11 @@ def test_a_reward_that_breaks_its_promise_is_named_and_the_response_saved(
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("{file}:absent", "has no function 'absent'"), ("nowhere.py:f", "there is no file"), ("parity", "FILE.py:NAME")],
+    [
+        ("{file}:absent", "FILE.py:NAME (KeyError: 'absent')"),
+        ("nowhere.py:f", "No such file or directory"),
+        ("parity", "FILE.py:NAME"),
+    ],
 )
 def test_a_reward_that_is_not_there_is_refused_and_nothing_written(name, sentence, files, rewards, tmp_path, capsys):
     """By the file or the name that is missing."""
