@@ -206,19 +206,22 @@ MODELS = [
     file(
         "model/chat_template.jinja", "1\n{% if %}", "model/chat_template.jinja: line 2 of the chat template is no", "1"
     ),
-    file(
-        "model/tokenizer_config.json", '{"chat_template": 1}', "tokenizer_config.json: chat_template is neither", "{}"
+    config(
+        {"eos_token_id": DELETED}, "eos_token of tokenizer_config.json, is None: it must be a", {"eos_token_id": [1, 2]}
     ),
-    config({"eos_token_id": DELETED}, "model: no response could end: eos_token_id in", {"eos_token_id": [1, 2]}),
-    config({"eos_token_id": 99}, "eos_token in tokenizer_config.json, is 99, it must be a token", {"eos_token_id": 16}),
+    config(
+        {"eos_token_id": 99},
+        "model: eos_token_id, or eos_token of tokenizer_config.json, is 99",
+        {"eos_token_id": 16},
+    ),
     config(
         {"eos_token_id": 16, "vocab_size": 16},
-        "is 16, it must be a token (or several) of tokenizer.json below vocab_size",
+        "is 16: it must be a token (or several) of this model",
     ),
     file(
         "model/generation_config.json",
         '{"eos_token_id": "<eos>"}',
-        "is <eos>, it must be a token (or several) of tokenizer.json",
+        "is <eos>: it must be a token (or several) of this model",
         '{"eos_token_id": 16}',
     ),
     # Weights; what each tensor may be is in test_model.py
