@@ -109,7 +109,7 @@ def test_a_folder_has_no_held_out_problems_beside_it(files, capsys):
     """`--data .` has no name to look for; it is refused as what it is."""
     with pytest.raises(SystemExit) as stop:
         train.main(["--model", str(files / "model"), "--data", "."])
-    assert stop.value.code == 2 and "cannot read the problems in .: Is a directory" in capsys.readouterr().err
+    assert stop.value.code == 2 and "cannot read the problems in . as UTF-8 text (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("correction", ["released", "reject", "reweight", "none"])
