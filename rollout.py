@@ -119,18 +119,11 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: fl
             ranked, order = p.sort(-1, descending=True)
             beyond = ranked.cumsum(-1) - ranked >= top_p  # never the first
             p = p.scatter(-1, order, ranked.masked_fill(beyond, 0))
-        tokens = first_above(p.cumsum(-1).mul_(p.sign_()), uniforms)  # 0 where p is 0: such a token is never drawn
+        cdf = p.cumsum(-1).mul_(p.sign_())  # 0 where p is 0: such a token is never drawn
+        total = cdf.amax(-1, keepdim=True)  # (B, 1); u * total < total also when rounded, as u is at most 1 - 2^-24
+        # the first above; no binary search, as a running sum that is taken in parallel may fall by a rounding
+        tokens = (cdf > uniforms[:, None] * total).byte().argmax(-1)
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
-
-
-def first_above(cdf: Tensor, uniforms: Tensor) -> Tensor:
-    """(B,) the first place in each row of cdf (B, V) above uniforms (B,) times the row's largest value; 0 if none is.
-
-    Not a binary search: a running sum that is taken in parallel may fall by a rounding.
-    """
-    total = cdf.amax(-1, keepdim=True)  # (B, 1)
-    # u * total < total also when rounded, as no u of its precision is nearer to 1 than half a unit in the last place
-    return (cdf > uniforms[:, None] * total).byte().argmax(-1)
 
 
 def cache_for(config: ModelConfig, rows: int, max_length: int, **settings) -> KVCache:
@@ -278,7 +271,10 @@ def token_logprobs(
 
 
 def dense_logprobs(decoder: Decoder, r: Rollout, rows: Tensor, *, entropy: bool = False) -> tuple[Tensor, ...]:
-    """`token_logprobs` of these responses under dense attention: (rows, R) each, 0 in the padding, on its device."""
+    """`token_logprobs` of these responses under dense attention, (rows, R) each, on the decoder's device.
+
+    At the temperature of the rollout, with gradient where it is enabled; 0 in the padding.
+    """
     device = decoder.embed_tokens.weight.device
     mask = r.mask[rows].to(device)  # (rows, R)
     tokens = r.tokens[rows, : int(r.lengths[rows].max())].to(device)  # (rows, T)
@@ -327,14 +323,14 @@ def memory(
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Decoder(c).parameters())
-    how = {"dtype": dtype, "device": "meta"}
     M, e = min(max(micro_tokens, longest), rows * longest), dtype.itemsize  # tokens of a micro-batch; bytes a number
     attention = (3 * c.heads + 2 * c.kv_heads) * c.head_dim
-    layer = M * (8 * c.hidden_size + e * (4 * c.hidden_size + attention + 4 * c.intermediate_size))  # what it keeps
-    kept, again = (M * e * c.hidden_size, layer) if gradient_checkpointing else (layer, 0)
-    # The larger of two backward passes: the head's, with 3 copies of a chunk's fp32 logits, or a layer's
+    layer = M * (8 * c.hidden_size + e * (4 * c.hidden_size + attention + 4 * c.intermediate_size))
+    kept, again = (M * e * c.hidden_size, layer) if gradient_checkpointing else (layer, 0)  # until the backward pass
+    # That of the head needs 3 copies of a chunk's fp32 logits and a gradient; that of a layer comes when they are gone.
     head = 3 * 4 * min(1024, M) * c.vocab_size + e * c.vocab_size * c.hidden_size
-    mlp = M * 3 * e * c.intermediate_size
+    mlp = 3 * M * e * c.intermediate_size
+    how = {"dtype": dtype, "device": "meta"}
     return {
         "parameters": parameters,
         "weights": (4 if dtype == torch.float32 else 4 + e) * parameters,
