@@ -334,9 +334,11 @@ def test_the_sampled_eos_belongs_to_the_response():
 
 
 def test_a_row_ends_at_any_of_several_eos_ids():
-    """trl PR 7039: models have several, such as <|im_end|> and <|endoftext|>."""
-    r = sparse(constant_model([0.0] * 8), [[1]], group_size=32, eos_ids=[5, 7], generator=seeded(1))
-    assert {r.response(i)[-1] for i in range(32) if r.finished[i]} == {5, 7}
+    """trl PR 7039: models have several, such as <|im_end|> and <|endoftext|>. The number in the padding may be one."""
+    for eos_ids in ([5, 7], [0, 7]):
+        r = sparse(constant_model([0.0] * 8), [[1]], group_size=32, eos_ids=eos_ids, generator=seeded(1))
+        assert {r.response(i)[-1] for i in range(32) if r.finished[i]} == set(eos_ids)
+        assert not any(token in eos_ids for i in range(32) for token in r.response(i)[:-1])
 
 
 def test_a_sampled_pad_id_is_an_ordinary_token():
