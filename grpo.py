@@ -1,6 +1,6 @@
 """The Sparse-RL objective (arXiv 2601.10079) as pure functions on tensors.
 
-Three policies, never mixed:
+Three policies, never mixed, each with its log-prob of every sampled token:
 
     logp_sparse   pi_sparse   the sampler: weights theta_old, attention over the compressed cache
     logp_old      pi_old      the same weights, dense attention, no gradient
@@ -16,26 +16,17 @@ Three policies, never mixed:
     M_i          accepted       1 if xi_t >= epsilon for every token of response i, else 0   `rejection_mask`
     N |o_i|      denominators   N: all responses of an update, rejected ones included        `correct`
     w_t          w              staleness ratio exp(logp - logp_old)                         `surrogate_loss`
-    KL_t         kl             exp(ref - new) - (ref - new) - 1 against the step-0 weights  `kl_to_reference`
-    beta         kl_coef
+    KL_t, beta   kl, kl_coef    exp(ref - new) - (ref - new) - 1 against the step-0 weights  `kl_to_reference`
 
-What does not depend on the learner (M, xi, the denominators) is a `Correction`, computed once per optimizer update by
-`correct`. `surrogate_loss` is then a sum over responses, so the losses, gradients and metrics of micro-batches add up
-to those of the update; `policy_loss` is the two of them in one, the formula above.
+Rejection drops responses that the dense policy could hardly have produced; the weights xi_t move the other tokens from
+the sampler's distribution to the dense one. Per token that is exact: E_sparse[sum_t xi_t f] is the sum over t of E[f]
+with the prefix from pi_sparse, token t from pi_old and the continuation from pi_sparse. It is not the full product of
+ratios, and does not always lower the bias.
 
-Rejection drops responses that the dense policy could hardly have produced; the weights xi_t move the other tokens
-from the sampler's distribution to the dense one. Per token that is exact: E_sparse[sum_t xi_t f] is the sum over t
-of E[f] with the prefix from pi_sparse, token t from pi_old and the continuation from pi_sparse. It is not the full
-product of ratios, and does not always lower the bias.
-
-`correction` names which parts are used: "sparse-rl" (both), "reject", "reweight", "none" (the naive baseline), and
-"released", what the paper's code does: it vetoes responses as above, also drops single tokens with raw xi outside
-[0.5, 1.5], truncates xi at 1.5, then divides the weights by their mean over all tokens, dropped and vetoed ones
-included (of the whole update here, of a micro-batch there), and divides a response by its kept tokens. So a
-truncated weight may end above 1.5, and the mean of the kept weights is not 1.
-
-The KL term's value (k3) estimates KL(new || ref) under samples of `new`, its gradient is that of KL(ref || new); under
-sparse samples it is neither exactly.
+`correction` names what is used: "sparse-rl" (both), "reject", "reweight", "none" (the naive baseline), or "released",
+what the paper's code does: it vetoes responses as above, also drops single tokens with raw xi outside [0.5, 1.5],
+truncates xi at 1.5, then divides the weights by their mean over all tokens, dropped and vetoed ones included (of the
+whole update here, of a micro-batch there), and a response by its kept tokens. So a truncated weight may end above 1.5.
 
 Shapes: N responses, R response tokens, G group size. Everything is computed in at least fp32.
 """
@@ -56,15 +47,11 @@ MAX_LOG_RATIO = 20.0  # of the ratios that enter the loss: exp(20) is large and 
 KEEP_TOKENS = (0.5, 1.5)  # "released": tokens with xi outside are dropped, and weights truncated above
 
 
-# --------------------------------------------------------------------------------------------------- advantages
-
-
 def group_advantages(rewards: Tensor, group_size: int, *, normalize_std: bool = True) -> Tensor:
     """A (N,) of rewards (N,): row i belongs to group i // group_size, by position, whatever its prompt.
 
-    (r - mean) / (unbiased std + 1e-6), or r - mean without normalize_std (Dr. GRPO). Exactly 0 in a group whose
-    rewards are all equal. Rejected responses count in mean and std, as in the paper. Raises ValueError if N is not
-    a multiple of group_size.
+    (r - mean) / (unbiased std + 1e-6), or r - mean without normalize_std (Dr. GRPO). Exactly 0 in a group of equal
+    rewards. Rejected responses count in mean and std. Raises ValueError if N is not a multiple of group_size.
     """
     if group_size < 1 or len(rewards) % group_size:
         raise ValueError(f"{len(rewards)} rewards do not divide into groups of {group_size}")
@@ -75,40 +62,30 @@ def group_advantages(rewards: Tensor, group_size: int, *, normalize_std: bool = 
     return centred.masked_fill((groups == groups[:, :1]).all(1, keepdim=True), 0).flatten()
 
 
-# --------------------------------------------------------------------------------------------- the correction
-
-
 def log_ratio(top: Tensor, bottom: Tensor, mask: Tensor) -> Tensor:
-    """top - bottom (N, R) in at least fp32, 0 outside the mask, whatever stands there (NaN included)."""
-    mask = mask.bool()
+    """top - bottom (N, R) in at least fp32, 0 outside the mask (bool), whatever stands there (NaN included)."""
     return torch.where(mask, wide(top), 0) - torch.where(mask, wide(bottom), 0)
 
 
 def consistency_ratio(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor) -> Tensor:
-    """xi (N, R) = pi_old / pi_sparse of each token, without gradient; 1 outside the mask.
-
-    Taken in log space and clamped to exp(+-20).
-    """
+    """xi (N, R) = pi_old / pi_sparse of each token, clamped to exp(+-20), without gradient; 1 outside the mask."""
     return log_ratio(logp_old, logp_sparse, mask).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def rejection_mask(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilon: float = 1e-4) -> Tensor:
     """M (N,) bool, Sparsity-Aware Rejection Sampling: True if every token of the response has xi >= epsilon.
 
-    The smallest single ratio decides, raw and in log space (exp(log 1e-4) >= 1e-4 is false in floating point). A
-    ratio that is not a number rejects. Raises ValueError if epsilon is not above 0.
+    The smallest single ratio decides, raw and in log space (exp(log 1e-4) >= 1e-4 is false in floating point); one that
+    is not a number rejects. Raises ValueError if epsilon is not above 0.
     """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be above 0, not {epsilon}: use correction 'reweight' to reject nothing")
-    return (log_ratio(logp_old, logp_sparse, mask) >= math.log(epsilon)).logical_or(~mask.bool()).all(1)
+    return (log_ratio(logp_old, logp_sparse, mask) >= math.log(epsilon)).logical_or(~mask).all(1)
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What counts in an update of N responses, and how much: all of J that does not depend on the learner.
-
-    Index it with rows (a micro-batch) to get theirs.
-    """
+    """All of J that does not depend on the learner, for the N responses of an update; index it with rows for theirs."""
 
     accepted: Tensor  # (N,) bool: M
     kept: Tensor  # (N, R) bool: the tokens that enter the sums
@@ -118,11 +95,11 @@ class Correction:
     clamped: Tensor  # (N,): log-ratios of kept tokens beyond +-20
 
     def __getitem__(self, rows: Tensor) -> Correction:
-        return Correction(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        return Correction(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     def to(self, device: torch.device) -> Correction:
         """The same on another device."""
-        return Correction(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return Correction(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 
 def correct(
@@ -138,58 +115,40 @@ def correct(
 ) -> Correction:
     """The correction of a whole update from logp_old, logp_sparse and mask (N, R).
 
-    xi_cap truncates the weights (off by default). aggregation: "response" divides a response by its own kept tokens
-    and by N; "token" by all tokens of the update; "constant" by N * max_length. Raises ValueError for unknown names.
+    xi_cap truncates the weights. aggregation: "response" divides a response by its own kept tokens and by N, "token" by
+    all tokens of the update, "constant" by N * max_length. Raises ValueError for unknown names, "constant" without
+    max_length, or an epsilon that `rejection_mask` refuses.
     """
-    if correction not in CORRECTIONS:
-        raise ValueError(f"unknown correction {correction!r}: choose from {', '.join(CORRECTIONS)}")
-    mask = mask.bool()
-    accepted = mask.new_ones(len(mask))
-    if correction in ("sparse-rl", "released", "reject"):
-        accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon)  # (N,)
-    kept = mask & accepted[:, None]
-    xi = consistency_ratio(logp_old, logp_sparse, mask)  # (N, R)
-    if correction == "released":
-        kept = kept & (xi >= KEEP_TOKENS[0]) & (xi <= KEEP_TOKENS[1])
-        xi_cap = KEEP_TOKENS[1] if xi_cap is None else xi_cap
+    for what, name, known in (("correction", correction, CORRECTIONS), ("aggregation", aggregation, AGGREGATIONS)):
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}: choose from {', '.join(known)}")
+    if aggregation == "constant" and max_length is None:
+        raise ValueError("aggregation 'constant' needs max_length, the tokens a response may have")
+    N, released = len(mask), correction == "released"
+    rejects = correction in ("sparse-rl", "released", "reject")
+    accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon) if rejects else mask.new_ones(N)  # (N,)
+    kept, xi = mask & accepted[:, None], consistency_ratio(logp_old, logp_sparse, mask)  # (N, R) each
     weights = torch.ones_like(xi) if correction in ("reject", "none") else xi
-    if xi_cap is not None:
-        weights = weights.clamp(max=xi_cap)
-    if correction == "released":
+    if xi_cap is None:
+        xi_cap = KEEP_TOKENS[1] if released else math.inf
+    weights = weights.clamp(max=xi_cap)
+    if released:
+        kept = kept & (xi >= KEEP_TOKENS[0]) & (xi <= KEEP_TOKENS[1])
         weights = weights / (weights.masked_fill(~mask, 0).nansum() / mask.sum())
+    denominators = tokens = mask.sum().clamp(min=1).expand(N, 1)  # (N, 1)
+    if aggregation == "response":
+        denominators = N * kept.sum(1, keepdim=True).clamp(min=1)  # a response without kept tokens is 0 over 1
+    elif aggregation == "constant":
+        denominators = torch.full_like(tokens, N * max_length)
     weights = weights.masked_fill(~kept, 0)  # without a kept token, whatever their mean is
-    tokens = mask.sum().clamp(min=1).expand(len(mask), 1)  # (N, 1)
-    return Correction(
-        accepted,
-        kept,
-        weights,
-        denominators=tokens if aggregation == "token" else denominators(kept, aggregation, max_length),
-        tokens=tokens,
-        clamped=(log_ratio(logp_old, logp_sparse, kept).abs() > MAX_LOG_RATIO).sum(1),
-    )
-
-
-def denominators(kept: Tensor, aggregation: str, max_length: int | None) -> Tensor:
-    """(N, 1): what the terms of a response are divided by when it counts as one of N, rejected ones included.
-
-    Raises ValueError for an unknown aggregation, or "constant" without max_length.
-    """
-    lengths = kept.sum(1, keepdim=True).clamp(min=1)  # (N, 1); a response without kept tokens is 0 over 1
-    if aggregation == "constant":
-        if max_length is None:
-            raise ValueError("aggregation 'constant' needs max_length, the tokens a response may have")
-        lengths = torch.full_like(lengths, max_length)
-    elif aggregation != "response":
-        raise ValueError(f"unknown aggregation {aggregation!r}: choose from {', '.join(AGGREGATIONS)}")
-    return len(kept) * lengths
+    clamped = (log_ratio(logp_old, logp_sparse, kept).abs() > MAX_LOG_RATIO).sum(1)  # (N,)
+    return Correction(accepted, kept, weights, denominators, tokens, clamped)
 
 
 def teaches(advantages: Tensor, c: Correction) -> Tensor:
-    """(N,) bool: the response has a kept token and an advantage other than 0.
+    """(N,) bool: the response has a kept token and an advantage other than 0; the policy term of others has gradient 0.
 
-    The policy term of all others has gradient 0; with kl_coef above 0, the KL term of those with a kept token has one.
-    An update without a response that teaches is skipped whole, its KL term included: AdamW would move the weights
-    by momentum and weight decay, with nothing to learn from.
+    An update without one is skipped whole, its KL term included: AdamW would move the weights by momentum and decay.
     """
     return (advantages != 0) & c.kept.any(1)
 
@@ -198,7 +157,11 @@ def teaches(advantages: Tensor, c: Correction) -> Tensor:
 
 
 def kl_to_reference(logp: Tensor, logp_ref: Tensor, mask: Tensor) -> Tensor:
-    """k3 (N, R) = exp(ref - new) - (ref - new) - 1, never negative, 0 outside the mask (Schulman 2020)."""
+    """k3 (N, R) = exp(ref - new) - (ref - new) - 1, never negative, 0 outside the mask (Schulman 2020).
+
+    Under samples of `new` its value estimates KL(new || ref), its gradient is that of KL(ref || new); under sparse
+    samples it is neither exactly.
+    """
     difference = log_ratio(logp_ref, logp, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return difference.expm1() - difference  # expm1: exp(d) - 1 without losing the digits of a small d
 
@@ -215,11 +178,10 @@ def surrogate_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of these responses in -J, to be minimised, and in its metrics: sums, so micro-batches add up.
 
-    logp, logp_old, logp_ref (N, R), advantages (N,), and the correction of the same rows.
-
-    Metrics (0-dim, detached): policy_loss; kl_ref, divided like it; clip_low and clip_high, the share of the sampled
-    tokens whose ratio is clipped and whose gradient is therefore 0; clamped, the number of log-ratios (of w and xi)
-    beyond +-20. Raises ValueError for kl_coef without logp_ref.
+    logp, logp_old, logp_ref (N, R), advantages (N,), and the correction of the same rows. Metrics (0-dim, detached):
+    policy_loss; kl_ref, divided like it; clip_low and clip_high, the share of the sampled tokens whose ratio is clipped
+    and whose gradient is therefore 0; clamped, the number of log-ratios (of w and xi) beyond +-20. Raises ValueError
+    for kl_coef without logp_ref.
     """
     if kl_coef and logp_ref is None:
         raise ValueError("kl_coef needs logp_ref, the reference model's log-probs")
@@ -247,20 +209,12 @@ def policy_loss(
     mask: Tensor,
     *,
     logp_ref: Tensor | None = None,
-    correction: str = "sparse-rl",
-    epsilon: float = 1e-4,
     clip: tuple[float, float] = (0.2, 0.2),
     kl_coef: float = 0.0,
-    xi_cap: float | None = None,
-    aggregation: str = "response",
-    max_length: int | None = None,
+    **settings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-J of a whole update, and its metrics: `correct`, then `surrogate_loss` (see there).
-
-    logp, logp_old, logp_sparse, mask, logp_ref (N, R), advantages (N,). Raises ValueError as they do.
-    """
-    how = {"epsilon": epsilon, "xi_cap": xi_cap, "aggregation": aggregation, "max_length": max_length}
-    c = correct(logp_old, logp_sparse, mask, correction, **how)
+    """-J of a whole update, and its metrics: `surrogate_loss` of `correct`, which takes the settings that it names."""
+    c = correct(logp_old, logp_sparse, mask, **settings)
     return surrogate_loss(logp, c, logp_old, advantages, logp_ref, clip=clip, kl_coef=kl_coef)
 
 
@@ -270,16 +224,12 @@ def policy_loss(
 def mismatch_metrics(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilon: float = 1e-4) -> dict[str, float]:
     """How far the sampler is from the dense policy, over all sampled tokens, before anything is dropped.
 
-    rejected      share of responses with some xi < epsilon (the veto of "sparse-rl", applied or not)
-    xi_mean, xi_min, xi_p01, xi_p05, xi_p50, xi_p95, xi_p99   of xi = pi_old / pi_sparse over tokens
-    log_xi_abs    mean |log xi|, nats
-    sampler_kl    mean(xi - 1 - log xi), nats: estimates KL(pi_sparse || pi_old)
-    ess           effective sample size of the weights xi, as a share of the tokens: (sum xi)^2 / (n sum xi^2)
-
-    For a dense rollout these are the noise floor of the arithmetic.
+    rejected: share of responses with some xi < epsilon, vetoed or not; xi_*: mean, minimum and percentiles of xi over
+    tokens; log_xi_abs: mean |log xi|, nats; sampler_kl: mean(xi - 1 - log xi), nats, estimates KL(pi_sparse || pi_old);
+    ess: effective sample size of the weights xi, (sum xi)^2 / (n sum xi^2). For a dense rollout, the noise of rounding.
     """
     accepted = rejection_mask(logp_old, logp_sparse, mask, epsilon)  # (N,)
-    log_xi = log_ratio(logp_old, logp_sparse, mask)[mask.bool()]  # (tokens,)
+    log_xi = log_ratio(logp_old, logp_sparse, mask)[mask]  # (tokens,)
     log_xi = log_xi.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).nan_to_num(-MAX_LOG_RATIO)
     if not len(log_xi):
         log_xi = log_xi.new_zeros(1)
@@ -299,7 +249,7 @@ def mismatch_metrics(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor, epsilo
 
 def extremes(logp_old: Tensor, logp_sparse: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Each response's xi_min, xi_max and logp_min (smallest logp_old), (N,) each; padding is no extreme."""
-    log_xi, padding = log_ratio(logp_old, logp_sparse, mask), ~mask.bool()  # (N, R) each
+    log_xi, padding = log_ratio(logp_old, logp_sparse, mask), ~mask  # (N, R) each
     return {
         "xi_min": log_xi.masked_fill(padding, math.inf).amin(1).exp(),
         "xi_max": log_xi.masked_fill(padding, -math.inf).amax(1).exp(),

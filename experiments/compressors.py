@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
                 is_correct(response_text(tokenizer, r.response(i), eos_ids), p.answer) for i, p in enumerate(prompts)
             ]
             measured = mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon)
-            measured |= {"kv_saved": r.kv_saved, "accuracy": sum(right) / len(right)}
+            measured |= {"kv_saved": r.statistics["kv_saved"], "accuracy": sum(right) / len(right)}
             results.append({"compressor": name, "budget": budget, **measured})
     columns = ["kv_saved", "xi_mean", "xi_p01", "xi_p05", "sampler_kl", "rejected", "accuracy"]
     if config.forced:

@@ -373,14 +373,14 @@ def search_left(patch):
 
 def one_draw_for_the_group(patch):
     """nanochat PR 201: one number for all rows, so all samples of a prompt start alike."""
-    replace_sample(patch, lambda logits, u, *rest: SAMPLE(logits, u[:1].expand_as(u), *rest))
+    replace_sample(patch, lambda logits, u, **how: SAMPLE(logits, u[:1].expand_as(u), **how))
 
 
 def numbers_by_place_in_the_batch(patch):
     """Uniform numbers dealt out to whichever rows are active."""
 
-    def sample(logits, u, *rest):
-        return SAMPLE(logits, torch.rand(len(u), generator=test_rollout.seeded(len(u))), *rest)
+    def sample(logits, u, **how):
+        return SAMPLE(logits, torch.rand(len(u), generator=test_rollout.seeded(len(u))), **how)
 
     replace_sample(patch, sample)
 
