@@ -28,15 +28,11 @@ __all__ = ["evaluate", "extract_answer", "is_correct", "load_problems"]  # the l
 # request for a box, and 4,096 tokens as in training, are ours.
 PAPER = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 4096, "extract": "last-number"}
 PAPER_SAMPLES = {"aime24": 32, "amc23": 32}
-SETTINGS = (  # the options that are `evaluate`'s
-    *("compressor", "budget", "buffer", "window", "samples", "seed", "rows"),
-    *("max_new_tokens", "temperature", "top_p", "extract"),
-)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The options that train.py and eval.py share."""
+    """The options that train.py and eval.py share, beside `compressor`."""
 
     model: str = option(str(ASSETS / "model"), "Hugging Face folder to start from")
     template: str = option("auto", task.TEMPLATE)
@@ -48,6 +44,20 @@ class Shared:
     seed: int = option(0, "of everything random", at_least=0, below=2**63)
     threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
     device: str = option("auto", "auto, cpu, cuda, mps")
+
+    def __post_init__(self):
+        runs.check_options(self)
+        for name in names(self.compressor):
+            check_settings(name, self.budget, self.buffer, self.window)
+
+    def some(self, *names: str) -> dict:
+        """The settings of these names."""
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def cache(self) -> dict:
+        """The settings of the sampler's cache."""
+        return self.some("compressor", "budget", "buffer", "window")
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,7 @@ class EvalConfig(Shared):
     dtype: str = option("float32", "of weights and cache", choices=("float32", "bfloat16", "float64"))
 
     def __post_init__(self):
-        runs.check_options(self)
-        for name in names(self.compressor):
-            check_settings(name, self.budget, self.buffer, self.window)
+        super().__post_init__()
         if 0 < self.temperature < 1e-3:
             raise ValueError(f"--temperature must be 0 (greedy) or at least 0.001, not {self.temperature}")
         if self.samples > 1 and self.temperature == 0 and not self.benchmark:  # which brings its own temperature
@@ -211,8 +219,7 @@ def overview(results: dict[str, dict[str, dict]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    about = "Accuracy of a model under dense and under compressed decoding."
-    config, given = runs.parse_config(EvalConfig, argv, "eval.py", about)
+    config, given = runs.parse_config(EvalConfig, argv, "eval.py", "Accuracy under dense and compressed decoding.")
     with runs.one_sentence("eval.py"):
         device = runs.pick_device(config.device, config.threads)
         sets = benchmarks(config, given)
@@ -224,8 +231,9 @@ def main(argv: list[str] | None = None) -> None:
     results, graded = {}, task.held_to_its_promise(reward, config.reward, folder) if reward else None
     with runs.one_sentence("eval.py", (OSError, FloatingPointError, task.RewardError)):
         for name, c in sets.items():
-            settings = {key: getattr(c, key) for key in SETTINGS} | {"reward": graded, "progress": True}
-            found = dense_and_sparse(model, inputs.tokenizer, inputs.eos_ids, inputs.prompts[name], **settings)
+            how = c.some("samples", "seed", "rows", "max_new_tokens", "temperature", "top_p", "extract") | c.cache
+            given = model, inputs.tokenizer, inputs.eos_ids, inputs.prompts[name]
+            found = dense_and_sparse(*given, reward=graded, progress=True, **how)
             results[name] = {mode: summary for mode, (summary, _) in found.items()}
             for mode, (_, records) in found.items():
                 runs.append(folder / f"responses-{name}-{mode}.jsonl", records)

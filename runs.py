@@ -170,11 +170,6 @@ def table(head: list[str], lines: list[list]) -> str:
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-def plus_minus(mean: float, stderr: float | None) -> str:
-    """A mean and, if there is one, its standard error."""
-    return f"{mean:.3f}" + ("" if stderr is None else f" +- {stderr:.3f}")
-
-
 def megabytes(count: float) -> str:
     """Bytes in MiB."""
     return f"{count / 2**20:.1f} MiB"

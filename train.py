@@ -11,6 +11,7 @@ checkpoint continues as if it had never stopped.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import random
@@ -28,19 +29,18 @@ from tqdm import tqdm
 import grpo
 import runs
 import task
-from eval import Inputs, Shared, dense_and_sparse, read_inputs
-from kvcache import COMPRESSORS, check_settings
+from eval import Inputs, Shared, dense_and_sparse, details, read_inputs
+from kvcache import COMPRESSORS
 from model import Decoder, ModelConfig, load_model, weight_files
 from rollout import Rollout, cache_for, dense_logprobs, memory, micro_batches, rescore, rollout_batches
 from runs import megabytes, option
-from task import ASSETS, Prompt, Reward, is_correct
+from task import ASSETS, Reward, is_correct
 
 
 def free(settings: dict) -> set[str]:
-    """The settings that a resumed run may change, because they do not change the experiment.
+    """What a resumed run may change without being another: its length, reports, the places of its inputs, the machine.
 
-    Its length, its reports, where its inputs lie (they are known by their contents), and how the machine is used, but
-    in bfloat16 neither the rows of a rollout, nor the learner's padding, nor the device: they round otherwise.
+    In bfloat16 neither the rows of a rollout, nor the learner's padding, nor the device: they round otherwise.
     """
     names = {"steps", "eval_every", "save_every", "keep", "sample_every", "dry_run", "resume", *runs.PATHS}
     exact = {"rollout_rows", "micro_tokens", "device"} if settings["dtype"] == "float32" else set()
@@ -83,32 +83,19 @@ class Config(Shared):
     weight_decay: float = option(0.1, "AdamW weight decay", at_least=0, at_most=1000)
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; inf never clips", above=0)
     micro_tokens: int = option(8192, "padded tokens in one forward and backward pass", at_least=1, at_most=2**31)
+    dtype: str = option("float32", "bfloat16 computes in it, over float32 weights", choices=("float32", "bfloat16"))
+    gradient_checkpointing: bool = option(False, "keep one activation a layer, compute the others again")
     # Reports
     eval_every: int = option(0, "evaluate after so many steps; 0: before the first and after the last", at_least=0)
     eval_limit: int = option(200, "held-out problems to evaluate on; 0 takes all", at_least=0)
     save_every: int = option(5, "write a checkpoint after every so many steps, and after the last", at_least=1)
     keep: int = option(0, "keep so many checkpoints, the newest; 0 keeps all", at_least=0)
     sample_every: int = option(5, "print one sampled response after every so many steps; 0 never", at_least=0)
-    # Arithmetic
-    dtype: str = option("float32", "bfloat16 computes in it, over float32 weights", choices=("float32", "bfloat16"))
-    gradient_checkpointing: bool = option(False, "keep one activation a layer, compute the others again")
 
     def __post_init__(self):
-        runs.check_options(self)
-        check_settings(self.compressor, self.budget, self.buffer, self.window)
+        super().__post_init__()
         if self.prompts % self.updates:
             raise ValueError(f"--updates must divide the {self.prompts} prompts of a step, not {self.updates}")
-        if self.prompts * self.group_size > runs.LONGEST:
-            raise ValueError(f"--prompts times --group-size must be at most {runs.LONGEST:,} responses a step")
-
-    def some(self, *names: str) -> dict:
-        """The settings of these names."""
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def cache(self) -> dict:
-        """The settings of the sampler's cache."""
-        return self.some("compressor", "budget", "buffer", "window")
 
     @property
     def rows(self) -> int:
@@ -142,9 +129,7 @@ def pick_problems(count: int, prompts: int, step: int, seed: int) -> list[int]:
     return [order[place // count][place % count] for place in places]
 
 
-def train_step(
-    config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int
-) -> tuple[dict[str, float], list[dict]]:
+def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int) -> tuple[dict, list[dict]]:
     """Sample, grade, score, update. Returns the step's metrics and one record a response."""
     problems = inputs.prompts["data"]
     asked = [problems[i] for i in pick_problems(len(problems), config.prompts, step, config.seed)]
@@ -180,16 +165,12 @@ def train_step(
     }
     columns = {"reward": rewards, "advantage": advantages, "accepted": accepted, "tokens": r.response_lengths}
     columns |= {"finished": r.finished, **grpo.extremes(logp_old, r.logp_sparse, r.mask)}
-    return metrics, records_of(step + 1, asked, texts, columns)
-
-
-def records_of(step: int, asked: list[Prompt], texts: list[str], columns: dict[str, Tensor]) -> list[dict]:
-    """A record a response, for JSON; columns (N,) each. None for what is not finite: JSON has no word for it."""
-    records = []
-    for i, (prompt, text) in enumerate(zip(asked, texts, strict=True)):
-        numbers = {name: column[i].item() if column[i].isfinite() else None for name, column in columns.items()}
-        records.append({"step": step, "prompt": prompt.text, "response": text, "answer": prompt.answer} | numbers)
-    return records
+    records = [  # with None for what is not finite: JSON has no word for it
+        {"step": step + 1, "prompt": prompt.text, "response": text, "answer": prompt.answer}
+        | {name: column[i].item() if column[i].isfinite() else None for name, column in columns.items()}
+        for i, (prompt, text) in enumerate(zip(asked, texts, strict=True))
+    ]
+    return metrics, records
 
 
 def learn(config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -205,11 +186,10 @@ def learn(config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor
 
 def update(
     config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor], rows: Tensor
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict]:
     """One optimizer update on these rows (n,) of the rollout and of what was scored: who was accepted (n,), metrics.
 
-    Not made where nothing would teach ("updates_skipped"), or where loss or gradient are not finite
-    ("updates_not_finite"): the metrics are then this name alone.
+    The metrics are "updates_skipped" where nothing would teach, "updates_not_finite" where loss or gradient are not.
     """
     device = weights.decoder.embed_tokens.weight.device
     how = config.some("correction", "epsilon", "xi_cap", "aggregation") | {"max_length": config.max_new_tokens}
@@ -243,8 +223,7 @@ def update(
 def compute_copy(master: Decoder, dtype: torch.dtype) -> Decoder:
     """The decoder that computes in `dtype` for fp32 weights: the master itself, or a copy that hands over gradients.
 
-    A bf16 weight of 0.02 does not feel a change of 1e-6. So gradients are summed, and weights moved, in fp32; a
-    gradient of the copy lasts until it is handed over.
+    A bf16 weight of 0.02 does not feel a change of 1e-6: gradients are summed, and weights moved, in fp32.
     """
     if dtype == torch.float32:
         return master
@@ -265,10 +244,9 @@ def compute_copy(master: Decoder, dtype: torch.dtype) -> Decoder:
 def train(
     config: Config, inputs: Inputs, weights: Weights, reward: Reward, folder: Path, done: int, stopping: list[int]
 ) -> None:
-    """The loop, from step `done` on. A step adds to metrics.jsonl and samples.jsonl, when due to evals.jsonl and saves.
-
-    stopping: the signals that came (`stop_signals`), read between steps.
-    """
+    """The loop, from step `done` on, until it ends or a signal has come (`stop_signals`)."""
+    state = {"decoder": weights.master, "optimizer": weights.optimizer, "start": Path(config.model)}
+    save = functools.partial(runs.save_checkpoint, folder, keep=config.keep, **state)
     evaluate_if_due(config, inputs, weights, folder, done)  # before the first step, or left out by a kill
     bar = tqdm(range(done, config.steps), desc="training", initial=done, total=config.steps, unit="step")
     for step in bar:
@@ -285,41 +263,35 @@ def train(
         if metrics["updates_not_finite"]:
             complain(folder, done, records)
         if done % config.save_every == 0 or last:
-            save(config, weights, folder, done)
+            save(step=done)
         if not stopping:
             evaluate_if_due(config, inputs, weights, folder, done)
     if done not in {0, *dict(runs.checkpoints(folder))}:  # stopped between two checkpoints
-        save(config, weights, folder, done)
+        save(step=done)
     if not stopping:
         print("\n" + summary(config, folder))
 
 
-def save(config: Config, weights: Weights, folder: Path, done: int) -> None:
-    """Write a checkpoint."""
-    runs.save_checkpoint(folder, done, weights.master, weights.optimizer, Path(config.model), config.keep)
-
-
 def evaluate_if_due(config: Config, inputs: Inputs, weights: Weights, folder: Path, done: int) -> None:
     """Add the greedy accuracy on the held-out problems, dense and with the run's compressor, to evals.jsonl."""
-    file = folder / "evals.jsonl"
-    evaluations = runs.read_records(file)
+    evaluations = runs.read_records(folder / "evals.jsonl")
     due = done in (0, config.steps) or (config.eval_every > 0 and done % config.eval_every == 0)
     if not due or not (held_out := inputs.prompts["eval_data"]) or any(e["step"] == done for e in evaluations):
         return
     how = config.cache | {"rows": config.rollout_rows, "max_new_tokens": config.max_new_tokens, "temperature": 0.0}
     found = dense_and_sparse(weights.decoder, inputs.tokenizer, inputs.eos_ids, held_out, progress=True, **how)
     results = [{"step": done, "decoding": name, **result} for name, (result, _) in found.items()]
-    runs.write_whole(file, runs.as_lines(evaluations + results))  # a step's lines all at once, or none of them
+    runs.write_whole(folder / "evals.jsonl", runs.as_lines(evaluations + results))  # all lines of a step, or none
     tqdm.write(f"step {done}: greedy " + ", ".join(f"{e['decoding']} {e['accuracy']:.3f}" for e in results))
 
 
 def complain(folder: Path, done: int, records: list[dict]) -> None:
     """Say what to look at after an update that was not applied; FloatingPointError after three such steps."""
-    sizes = [math.inf if None in (record["xi_max"], record["logp_min"]) else record["xi_max"] for record in records]
-    worst = sizes.index(max(sizes))
-    shown = "largest xi {xi_max}, smallest log-prob {logp_min} (None: not finite)".format(**records[worst])
-    tqdm.write(f"step {done}: an update was left out, loss or gradient not finite; {shown} in its response {worst}")
     last = runs.read_records(folder / "metrics.jsonl")[-3:]
+    worst = max(records, key=lambda r: math.inf if None in (r["xi_max"], r["logp_min"]) else r["xi_max"])
+    shown = "largest xi {xi_max}, smallest log-prob {logp_min} (None: not finite)".format(**worst)
+    said = f"step {done}: {last[-1]['updates_not_finite']} update(s) left out, loss or gradient not finite"
+    tqdm.write(f"{said}. Look at its response {records.index(worst)}: {shown}")
     if len(last) == 3 and all(m["updates_not_finite"] for m in last):
         raise FloatingPointError(
             f"loss or gradient were not finite for three steps (see above and {folder}/samples.jsonl); the weights are "
@@ -330,15 +302,11 @@ def complain(folder: Path, done: int, records: list[dict]) -> None:
 def summary(config: Config, folder: Path) -> str:
     """The tables at the end of a run."""
     metrics, evaluations = (runs.read_records(folder / f"{name}.jsonl") for name in ("metrics", "evals"))
-    lines, steps = [], sorted({e["step"] for e in evaluations})
-    if len(steps) > 1:
-        ends = sorted((e for e in evaluations if e["step"] in (steps[0], steps[-1])), key=lambda e: e["decoding"])
-        cells = []
-        for e in ends:
-            accuracy = runs.plus_minus(e["accuracy"], e["stderr"])
-            cells.append([e["decoding"], e["step"], accuracy, e["kv_saved"], megabytes(e["cache_bytes"])])
-        lines.append(f"greedy accuracy on {ends[0]['problems']} held-out problems of {config.eval_data}")
-        lines += [runs.table(["decoding", "step", "accuracy", "kv saved", "cache"], cells), ""]
+    lines = []
+    for step in (0, config.steps):
+        if found := {e["decoding"]: e for e in evaluations if e["step"] == step}:
+            problems = f"{found['dense']['problems']} held-out problems of {config.eval_data}"
+            lines += [f"step {step}, greedy decoding of {problems}", details(found), ""]
     mean = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
     if config.compressor != "full" and mean["kv_saved"] == 0:
         lines.append("nothing was evicted, so this was dense GRPO: lower --budget or --buffer")
@@ -361,7 +329,7 @@ def summary(config: Config, folder: Path) -> str:
 def plan(config: Config, inputs: Inputs) -> str:
     """What a step will hold and do, before any weights are loaded."""
     lengths, held_out = [len(prompt.ids) for prompt in inputs.prompts["data"]], len(inputs.prompts["eval_data"])
-    responses, longest = config.prompts * config.group_size, max(lengths) + config.max_new_tokens
+    longest, most = max(lengths) + config.max_new_tokens, config.prompts * config.group_size * config.max_new_tokens
     how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef") | {"dtype": getattr(torch, config.dtype)}
     need = memory(inputs.model, config.cache, config.rows, longest, **how)
     parameters, cache, dense = (need.pop(name) for name in ("parameters", "cache", "dense cache"))
@@ -371,7 +339,7 @@ def plan(config: Config, inputs: Inputs) -> str:
         f"problems  {len(lengths)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
         f"held out  {held_out or 'none'} in {config.eval_data or 'no file, so nothing is evaluated (see --eval-data)'}",
         f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} tokens "
-        f"({responses * config.max_new_tokens:,} in all), {config.updates} update(s); {config.steps} steps",
+        f"({most:,} in all), {config.updates} update(s); {config.steps} steps",
         f"KV cache  {config.compressor} {megabytes(cache)}, dense {megabytes(dense)} ({config.rows} rows at once)",
         f"eviction  {eviction(config, inputs.model, longest)}",
     ]
@@ -395,14 +363,13 @@ def eviction(config: Config, model: ModelConfig, longest: int) -> str:
 
 def fingerprints(config: Config, inputs: Inputs, reward: Reward | None) -> dict[str, str]:
     """Hashes of what a run reads, by option. A reward that was passed is known by its source, not by its file."""
-    files = [Path(config.model) / "config.json", *weight_files(Path(config.model))]
-    file, _, function = config.reward.rpartition(":")
+    folder, (file, _, function) = Path(config.model), config.reward.rpartition(":")
     try:
         source = [inspect.getsource(reward)] if reward else [Path(file), function] if function else []
     except (OSError, TypeError):
         raise ValueError(f"no source is to be had of the reward {reward!r}: pass a function of a file") from None
     return {
-        "model": runs.fingerprint(*files, inputs.eos_ids),
+        "model": runs.fingerprint(folder / "config.json", *weight_files(folder), inputs.eos_ids),
         **{name: runs.fingerprint([[p.ids, p.answer] for p in asked]) for name, asked in inputs.prompts.items()},
         "reward": runs.fingerprint(*source),
     }
@@ -416,15 +383,13 @@ def load_weights(config: Config, folder: Path, device: torch.device) -> tuple[We
     (step, source), *before = [*(runs.checkpoints(folder) if config.resume else []), (0, Path(config.model))]
     try:
         master = load_model(source, device=device)
-        how = {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
-        optimizer = torch.optim.AdamW(master.parameters(), **how)
+        betas, decay = (config.beta1, config.beta2), config.weight_decay
+        optimizer = torch.optim.AdamW(master.parameters(), config.lr, betas, weight_decay=decay)
         if step:
             runs.load_optimizer(optimizer, master, source)
     except (ValueError, OSError) as error:
-        if not step:
-            raise
-        advice = f"if {source} is damaged, move it away, and the run goes on from step {before[0][0]}"
-        raise ValueError(f"{error}; {advice}") from None
+        remedy = f"; if {source} is damaged, move it away, and the run goes on from step {before[0][0]}" if step else ""
+        raise ValueError(f"{error}{remedy}") from None
     master.checkpointing = config.gradient_checkpointing
     dtype = getattr(torch, config.dtype)
     reference = load_model(config.model, dtype, device).requires_grad_(False) if config.kl_coef else None
@@ -432,7 +397,7 @@ def load_weights(config: Config, folder: Path, device: torch.device) -> tuple[We
 
 
 def open_run(config: Config, folder: Path, hashes: dict[str, str], done: int) -> None:
-    """Make the run folder, or cut a resumed one's records back to its checkpoint."""
+    """Make the run folder, or cut a resumed one's records back. config.json comes last: a run that has it can resume."""
     if not config.resume:
         runs.new_folder(folder)
     records = {
@@ -441,14 +406,12 @@ def open_run(config: Config, folder: Path, hashes: dict[str, str], done: int) ->
     for file, kept in records.items():
         runs.write_whole(folder / file, runs.as_lines(kept))
     runs.write_json(folder / "inputs.json", hashes)
-    # the last to be written: a run that has it can be resumed
     runs.write_json(folder / "config.json", runs.absolute(asdict(replace(config, resume="", dry_run=False))))
 
 
 def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
     """The command line. reward: a function (response, answer) -> float in place of the check of the answer."""
-    about = "Train a language model on rollouts from a compressed KV cache."
-    config, given = runs.parse_config(Config, argv, "train.py", about)
+    config, given = runs.parse_config(Config, argv, "train.py", "Train on rollouts from a compressed KV cache.")
     with runs.one_sentence("train.py"):
         if config.resume:
             config = runs.resumed(Config, given, free)

@@ -64,7 +64,7 @@ moments = {{
     "update": lambda: at_call(torch.optim.AdamW, "step", 3, lambda real, *args, **kwargs: real(*args, **kwargs)),
     "checkpoint": lambda: at_call(runs, "save_file", 2, half_a_file),
     "metrics": lambda: at_call(runs, "append", 4, half_a_line),  # samples and metrics of each step
-    "evaluation": lambda: at_call(runs, "write_whole", 6, half_written),  # after those that open the run
+    "evaluation": lambda: at_call(runs, "write_whole", 7, half_written),  # 1 to 5 open the run; 6: step 0
     "any": lambda: None,
 }}
 train.is_correct = half_right
