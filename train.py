@@ -397,7 +397,7 @@ def load_weights(config: Config, folder: Path, device: torch.device) -> tuple[We
 
 
 def open_run(config: Config, folder: Path, hashes: dict[str, str], done: int) -> None:
-    """Make the run folder, or cut a resumed one's records back. config.json comes last: a run that has it can resume."""
+    """Make the run folder, or cut a resumed one's records back. config.json comes last: who has it can be resumed."""
     if not config.resume:
         runs.new_folder(folder)
     records = {
