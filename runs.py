@@ -6,9 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import io
-import itertools
 import json
-import math
 import operator
 import os
 import re
@@ -33,9 +31,12 @@ LONGEST = 1_000_000  # of a sequence, a cache, a batch: a larger number is a sli
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def option(default, text: str, choices=None, **bounds):
-    """A config field: its help text, the values it may take, its bounds (see BOUNDS)."""
-    return field(default=default, metadata={"help": text, "choices": choices, "bounds": bounds})
+def option(default, text: str, kind: type | None = None, choices=None, **bounds):
+    """A config field: its help text, its type if the default has another, the values it may take, its BOUNDS."""
+    if type(default) is int and "below" not in bounds:
+        bounds.setdefault("at_most", LONGEST)
+    about = {"help": text, "kind": kind or type(default), "choices": choices, "bounds": bounds}
+    return field(default=default, metadata=about)
 
 
 def flag(name: str) -> str:
@@ -44,28 +45,21 @@ def flag(name: str) -> str:
 
 
 def check_options(config) -> None:
-    """ValueError, naming the flag, for a value of another type than its field's, unknown, or out of bounds."""
-    types = typing.get_type_hints(type(config))
+    """ValueError, naming the flag, for a value of another type than its option's, unknown, or out of bounds."""
     for f in fields(config):
-        value, bounds, choices = getattr(config, f.name), f.metadata["bounds"], f.metadata["choices"]
-        if type(value) is int and "below" not in bounds:
-            bounds = bounds | {"at_most": bounds.get("at_most", LONGEST)}
-        allowed = typing.get_args(types[f.name]) or (types[f.name],)
-        wanted = None
-        if type(value) not in allowed + ((int,) if float in allowed else ()):  # a bool is no int here
-            wanted = allowed[0].__name__
-        elif isinstance(value, str) and ("\0" in value or (f.default and not value.strip())):
-            wanted = "text without NUL, and not empty"
-        elif choices and value not in choices:
-            wanted = f"one of {', '.join(choices)}"
-        elif value is not None and not all(BOUNDS[word](value, limit) for word, limit in bounds.items()):
-            words = [
-                "finite" if limit == math.inf else f"{word.replace('_', ' ')} {limit:,}"
-                for word, limit in bounds.items()
-            ]
-            wanted = " and ".join(words)
-        if wanted:
-            raise ValueError(f"{flag(f.name)} must be {wanted}, not {value!r}")
+        value, about = getattr(config, f.name), f.metadata
+        if value is None and f.default is None:
+            continue
+        if type(value) is not about["kind"] and (type(value), about["kind"]) != (int, float):  # a bool is no int here
+            wanted = about["kind"].__name__
+        elif about["choices"] and value not in about["choices"]:
+            wanted = f"one of {', '.join(about['choices'])}"
+        elif not all(BOUNDS[word](value, limit) for word, limit in about["bounds"].items()):
+            words = (f"{word.replace('_', ' ')} {limit:,}" for word, limit in about["bounds"].items())
+            wanted = " and ".join(words).replace("below inf", "finite")
+        else:
+            continue
+        raise ValueError(f"{flag(f.name)} must be {wanted}, not {value!r}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,12 +85,10 @@ def parse_config(config_class, argv: list[str] | None, prog: str, description: s
     usage = f"python {prog} [--option value ...] [@file]   (--help explains every option)"
     how = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS, "fromfile_prefix_chars": "@"}
     parser = Parser(prog, usage, description, **how)
-    types = typing.get_type_hints(config_class)
     for f in fields(config_class):
-        kind = next(t for t in (*typing.get_args(types[f.name]), types[f.name]) if t is not type(None))
-        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        if f.metadata["choices"]:
-            how["choices"] = f.metadata["choices"]
+        how = {"type": f.metadata["kind"], "choices": f.metadata["choices"]}
+        if f.metadata["kind"] is bool:
+            how = {"action": argparse.BooleanOptionalAction}
         text = f"{f.metadata['help']} (default: {'none' if f.default in ('', None) else f.default})"
         parser.add_argument(flag(f.name), help=text.replace("%", "%%"), **how)
     try:
@@ -115,7 +107,7 @@ def pick_device(name: str, threads: int) -> torch.device:
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:  # each backend fails in its own way
-        reason = str(error).split(". ")[0].split("\n")[0]
+        reason = re.split(r"\n|\. ", str(error))[0]
         raise ValueError(f"--device {name} is not usable here ({reason}): try --device cpu") from None
     return torch.device(name)
 
@@ -123,33 +115,27 @@ def pick_device(name: str, threads: int) -> torch.device:
 # ------------------------------------------------------------------------------------------ errors and signals
 
 
+OUT_OF_MEMORY = (
+    "out of memory. While sampling, fewer rows at a time help (train.py --rollout-rows, eval.py --rows), while "
+    "learning --gradient-checkpointing or fewer --micro-tokens; in a new run a smaller --budget or --max-new-tokens "
+    "(of all these a resumed run in bfloat16 may change --gradient-checkpointing alone)"
+)
+
+
 @contextlib.contextmanager
-def one_sentence(prog: str, errors=(ValueError, OSError, MemoryError), advice: str = ""):
-    """Turn what a user can mend into one line on stderr and exit code 2; Ctrl-C ends with 130."""
+def one_sentence(prog: str, errors=(ValueError, OSError), advice: str = ""):
+    """Turn these errors, and any lack of memory, into one line on stderr and exit code 2; Ctrl-C ends with 130."""
     try:
-        with enough_memory():
-            yield
-    except errors as error:
-        print(f"{prog}: error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
-        raise SystemExit(2) from None
+        yield
     except KeyboardInterrupt:
         print(f"\n{prog}: stopped", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
-
-
-@contextlib.contextmanager
-def enough_memory():
-    """Give the many ways in which PyTorch runs out of memory one name, MemoryError."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        words = "out of memory|allocate memory|not enough memory"
-        if isinstance(error, RuntimeError) and not re.search(words, str(error)):
+    except (*errors, MemoryError, RuntimeError) as error:  # PyTorch has many words for a lack of memory
+        full = re.search("out of memory|allocate memory|not enough memory", str(error)) or type(error) is MemoryError
+        if not full and not isinstance(error, errors):
             raise
-        raise MemoryError(
-            "out of memory. While sampling, fewer rows at a time help (train.py --rollout-rows, eval.py --rows) or "
-            "a smaller --budget or --max-new-tokens; while learning, --gradient-checkpointing or fewer --micro-tokens"
-        ) from None
+        print(f"{prog}: error: {OUT_OF_MEMORY if full else ' '.join(str(error).split())}{advice}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 @contextlib.contextmanager
@@ -180,16 +166,8 @@ def table(head: list[str], lines: list[list]) -> str:
     """Lines of cells as aligned text; floats with three decimals, nothing for None."""
     texts = [[f"{c:.3f}" if isinstance(c, float) else str("" if c is None else c) for c in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(head, *texts, strict=True)]
-    aligned = [
-        "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in [head, *texts]
-    ]
-    return "\n".join([aligned[0], "  ".join("-" * w for w in widths), *aligned[1:]])
-
-
-def plus_minus(mean: float, stderr: float | None) -> str:
-    """A mean and, if there is one, its standard error."""
-    return f"{mean:.3f}" + ("" if stderr is None else f" +- {stderr:.3f}")
+    rows = [head, ["-" * width for width in widths], *texts]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def megabytes(count: float) -> str:
@@ -220,137 +198,89 @@ def append(path: Path, records: list[dict]) -> None:
         file.write(as_lines(records))
 
 
-def read_records(path: Path, last_step: int) -> list[dict]:
+def read_records(path: Path, last_step: int = sys.maxsize) -> list[dict]:
     """The records of a JSONL file up to a step. Later ones are left out: a resumed run writes them anew.
 
-    So is a last line that a killed run did not finish; ValueError names any other line that is damaged.
+    So is a last line that a killed run did not finish; ValueError if any other line is damaged.
     """
-    if not path.exists():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")  # what stands behind the last newline was never finished
-    records = []
-    for count, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if record["step"] <= last_step:
-                records.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError(f"{path}, line {count} is damaged: the run cannot be resumed with it") from None
-    return records
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # behind the last newline: unfinished
+    try:
+        return [record for record in map(json.loads, lines) if record["step"] <= last_step]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is damaged, some line is no record: the run cannot be resumed with it") from None
 
 
 def new_folder(folder: Path) -> None:
     """Make a folder; ValueError if it holds something already."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
         raise ValueError(f"{folder} exists already: name another folder with --out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the folder {folder} ({error.strerror}): name another one with --out") from None
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 PATHS = ("model", "data", "eval_data", "reward")  # options that name files: a run knows them by their contents
-TOKENIZER_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
-    *("generation_config.json", "chat_template*", "*.jinja"),
-)
+OPTIMIZER = "training/optimizer.safetensors"
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
     """(step, folder) of the complete checkpoints of a run, the newest first."""
-    steps = {path.name.removeprefix("step-"): path for path in run.glob("checkpoints/step-*")}
-    return sorted(((int(step), path) for step, path in steps.items() if step.isdecimal()), reverse=True)
+    complete = run.glob("checkpoints/step-*[0-9]")
+    return sorted(((int(path.name.removeprefix("step-")), path) for path in complete), reverse=True)
 
 
 def save_checkpoint(
-    run: Path, identity: dict, step: int, decoder: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Path, keep: int
+    run: Path, step: int, decoder: Decoder, optimizer: torch.optim.Optimizer, start: Path, keep: int
 ) -> None:
-    """Write checkpoints/step-NNNNNN of a run, complete or not at all; of it and older ones `keep` stay (0: all).
+    """Write checkpoints/step-NNNNNN of a run, complete or not at all; the newest `keep` stay (0: all).
 
-    The folder holds a Hugging Face model, with the tokenizer files of the folder `tokenizer`, and nothing else but the
-    subfolder training/: the optimizer's state, the step, and the run's identity.
+    The folder holds a Hugging Face model, with tokenizer and templates from the folder `start`, and nothing else but
+    the optimizer's state in training/.
     """
     final = run / "checkpoints" / f"step-{step:06d}"
     partial = final.with_name(final.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        save_model(decoder, partial)
-        for file in {file for pattern in TOKENIZER_FILES for file in tokenizer.glob(pattern) if file.is_file()}:
-            shutil.copyfile(file, partial / file.name)
-        (partial / "training").mkdir()
-        names = [name for name, _ in decoder.named_parameters()]
-        state = optimizer.state_dict()["state"]  # {index: {"step", "exp_avg", "exp_avg_sq"}}
-        tensors = {f"{names[i]}.{key}": value for i, entry in state.items() for key, value in entry.items()}
-        save_file(tensors, partial / "training" / "optimizer.safetensors")
-        write_json(partial / "training" / "state.json", {"step": step} | identity)
+        (partial / OPTIMIZER).parent.mkdir(parents=True)
+        for file in start.iterdir():
+            if file.suffix in (".json", ".jinja", ".txt", ".model"):
+                shutil.copyfile(file, partial / file.name)
+        save_model(decoder, partial)  # with a config.json of its own, and no index of shards
+        state = {name: optimizer.state.get(parameter, {}) for name, parameter in decoder.named_parameters()}
+        tensors = {f"{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
+        save_file(tensors, partial / OPTIMIZER)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
         raise
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    older = [folder for found, folder in checkpoints(run) if found <= step]
-    for folder in older[keep:] if keep else []:
+    for _, folder in checkpoints(run)[keep:] if keep else []:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: Path) -> None:
-    """Put back the state that `save_checkpoint` wrote. ValueError if it is not that of this decoder, or not whole."""
-    file = folder / "training" / "optimizer.safetensors"
-    if not file.exists():
-        raise ValueError(f"{file} does not exist")
+    """Put back the state that `save_checkpoint` wrote; ValueError, naming the file, if it cannot be read."""
     try:
-        tensors = load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
-    except OSError as error:
-        raise OSError(f"cannot read {file}: {error}") from None
-    shapes = {
-        f"{name}.{key}": torch.Size(()) if key == "step" else parameter.shape
-        for name, parameter in decoder.named_parameters()
-        for key in ("step", "exp_avg", "exp_avg_sq")
-    }
-    if tensors and {name: tensor.shape for name, tensor in tensors.items()} != shapes:  # empty: no update was made yet
-        raise ValueError(f"{file} is not the state of this optimizer: other names or shapes")
-    if not all(tensor.isfinite().all() for tensor in tensors.values()):
-        raise ValueError(f"{file} holds values that are not finite")
-    state = {}
-    for i, (name, _) in enumerate(decoder.named_parameters() if tensors else ()):
-        state[i] = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
-
-def set_aside(run: Path, step: int) -> Path:
-    """Move a damaged checkpoint where it no longer counts as one, and copy the records beside it: damaged-NNNNNN-1."""
-    places = (run / f"damaged-{step:06d}-{count}" for count in itertools.count(1))
-    place = next(place for place in places if not place.exists())
-    place.mkdir()
-    for records in run.glob("*.jsonl"):  # the run is about to cut these back
-        shutil.copyfile(records, place / records.name)
-    return (run / "checkpoints" / f"step-{step:06d}").rename(place / "checkpoint")
+        tensors = load_file(folder / OPTIMIZER)
+        names = [name for name, _ in decoder.named_parameters()] if tensors else []  # none: no update was made yet
+        state = [{key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")} for name in names]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ValueError(f"cannot read {folder / OPTIMIZER}: {error}") from None
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": dict(enumerate(state))})
 
 
 def fingerprint(*contents) -> str:
     """A hash of JSON values and of the files that are given as Path, by what they hold and not by their names."""
     whole = hashlib.sha256()
     for content in contents:
-        if isinstance(content, Path):
-            with content.open("rb") as file:
-                whole.update(hashlib.file_digest(file, "sha256").digest())
-        else:
-            whole.update(hashlib.sha256(json.dumps(content).encode()).digest())
+        with content.open("rb") if isinstance(content, Path) else io.BytesIO(json.dumps(content).encode()) as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()
 
 
 def check_inputs(run: Path, now: dict) -> None:
     """ValueError if what a resumed run reads is not what it read when it began."""
-    file = run / "inputs.json"
-    if not file.exists():
-        raise ValueError(
-            f"{run} holds no inputs.json, the hashes of what it read: an older version began it, start anew"
-        )
-    began = read_json(file)
+    began = read_json(run / "inputs.json")
     if changed := [flag(name) for name in PATHS if began.get(name) != now[name]]:
         raise ValueError(f"{', '.join(changed)}: not what {run} began with. Name the old one, or start a new run")
 
@@ -365,13 +295,8 @@ def resumed(config_class, given: dict, free: Callable[[dict], set[str]]):
     file, given = Path(given["resume"]) / "config.json", absolute(given)
     settings = read_json(file)
     if odd := sorted(settings.keys() ^ {f.name for f in fields(config_class)}):
-        what = "has no" if odd[0] not in settings else "has an unknown"
-        raise ValueError(f"{file} {what} {odd[0]!r}: name a run folder of this version with --resume")
-    changed = [name for name in given if name not in free(settings) and given[name] != settings[name]]
-    if changed:
+        raise ValueError(f"{file} has other settings than this version ({odd[0]}): name another run with --resume")
+    if changed := [name for name in given if name not in free(settings) and given[name] != settings[name]]:
         shown = ", ".join(f"{flag(name)} {settings[name]} -> {given[name]}" for name in changed)
         raise ValueError(f"--resume cannot change the experiment ({shown}): start a new run for it")
-    try:
-        return config_class(**(settings | given))
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be resumed: {error}") from None
+    return config_class(**(settings | given))

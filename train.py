@@ -11,74 +11,63 @@ checkpoint continues as if it had never stopped.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
 import grpo
 import runs
 import task
-from eval import beyond_context, dense_and_sparse
-from kvcache import COMPRESSORS, check_settings
-from model import Decoder, ModelConfig, load_config, load_model, read_json, weight_files
+from eval import Inputs, Shared, dense_and_sparse, details, read_inputs
+from kvcache import COMPRESSORS
+from model import Decoder, ModelConfig, load_model, weight_files
 from rollout import Rollout, cache_for, dense_logprobs, memory, micro_batches, rescore, rollout_batches
 from runs import megabytes, option
-from task import ASSETS, Prompt, Reward, is_correct
-
-# What a resumed run may change, because it does not change the experiment: its length, its reports, where its inputs
-# lie (they are known by their contents), and how the machine is used, which in fp32 moves results by rounding at most.
-FREE = (
-    *("steps", "eval_every", "save_every", "keep", "sample_every", "dry_run", "resume", *runs.PATHS),
-    *("rollout_rows", "micro_tokens", "gradient_checkpointing", "threads", "device"),
-)
+from task import ASSETS, Reward, is_correct
 
 
 def free(settings: dict) -> set[str]:
-    """FREE, less what rounds otherwise in bfloat16: the rows of a rollout, the learner's padding, the device."""
-    coarse = settings["dtype"] != "float32"
-    return set(FREE) - ({"rollout_rows", "micro_tokens", "device"} if coarse else set())
+    """What a resumed run may change without being another: its length, reports, the places of its inputs, the machine.
+
+    In bfloat16 neither the rows of a rollout, nor the learner's padding, nor the device: they round otherwise.
+    """
+    names = {"steps", "eval_every", "save_every", "keep", "sample_every", "dry_run", "resume", *runs.PATHS}
+    exact = {"rollout_rows", "micro_tokens", "device"} if settings["dtype"] == "float32" else set()
+    return names | exact | {"gradient_checkpointing", "threads"}
 
 
 @dataclass(frozen=True)
-class Config:
-    """All settings of a run. The defaults are those of the main job on the bundled model."""
+class Config(Shared):
+    """All settings of a run, with those of `Shared`. The defaults are those of the main job on the bundled model."""
 
-    # What is trained, on what, and where it goes
-    model: str = option(str(ASSETS / "model"), "Hugging Face folder to start from")
+    # What is trained on, and where it goes
     data: str = option(str(ASSETS / "long-train.jsonl"), "training problems, JSONL")
-    template: str = option("auto", task.TEMPLATE)
-    max_prompt_tokens: int = option(0, task.MAX_PROMPT, at_least=0)
     reward: str = option("", "FILE.py:NAME, a function (response, answer) -> float; default 1 if right, else 0")
-    eval_data: str | None = option(None, "held-out problems, '' for none; by default the -heldout beside a -train file")
+    eval_data: str | None = option(None, "held-out problems, '': none; default: -heldout beside a -train file", str)
     out: str = option("", "run folder; default runs/<time>")
     resume: str = option("", "continue the run in this folder from its newest checkpoint, with its settings")
     dry_run: bool = option(False, "print the plan (lengths, memory, whether anything is evicted) and stop")
     # Sampling with the compressed cache
     compressor: str = option("snapkv", "KV policy of the sampler; full is dense GRPO", choices=COMPRESSORS)
-    budget: int = option(512, "keys that survive a cut, per layer and KV head")
-    buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
-    window: int = option(8, "newest tokens that always survive, and whose queries score the others")
     prompts: int = option(8, "prompts a step", at_least=1)
     group_size: int = option(8, "G, responses to each prompt; a group of one would have no advantage", at_least=2)
-    max_new_tokens: int = option(1000, "longest response; a longer one is graded as it stands, and counted", at_least=1)
     temperature: float = option(1.0, "of the sampler and of every log-prob", at_least=1e-3, below=math.inf)
     rollout_rows: int = option(256, "responses sampled at a time: memory against speed", at_least=1)
     # The objective
     correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=grpo.CORRECTIONS)
     epsilon: float = option(1e-4, "a response with some ratio xi below this is rejected", above=0, below=1)
-    xi_cap: float | None = option(None, "truncate the weights xi at this value", above=0, at_most=1e30)
+    xi_cap: float | None = option(None, "truncate the weights xi at this value", float, above=0, at_most=1e30)
     clip_low: float = option(0.2, "the staleness ratio is clipped below at 1 - this", at_least=0, below=1)
     clip_high: float = option(0.2, "and above at 1 + this", at_least=0, at_most=1e30)
     kl_coef: float = option(0.0, "beta, weight of the KL to the starting weights; 0: none", at_least=0, below=math.inf)
@@ -94,51 +83,24 @@ class Config:
     weight_decay: float = option(0.1, "AdamW weight decay", at_least=0, at_most=1000)
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; inf never clips", above=0)
     micro_tokens: int = option(8192, "padded tokens in one forward and backward pass", at_least=1, at_most=2**31)
+    dtype: str = option("float32", "bfloat16 computes in it, over float32 weights", choices=("float32", "bfloat16"))
+    gradient_checkpointing: bool = option(False, "keep one activation a layer, compute the others again")
     # Reports
     eval_every: int = option(0, "evaluate after so many steps; 0: before the first and after the last", at_least=0)
     eval_limit: int = option(200, "held-out problems to evaluate on; 0 takes all", at_least=0)
     save_every: int = option(5, "write a checkpoint after every so many steps, and after the last", at_least=1)
     keep: int = option(0, "keep so many checkpoints, the newest; 0 keeps all", at_least=0)
     sample_every: int = option(5, "print one sampled response after every so many steps; 0 never", at_least=0)
-    # The machine
-    seed: int = option(0, "of everything random", at_least=0, below=2**63)
-    threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
-    device: str = option("auto", "auto, cpu, cuda, mps")
-    dtype: str = option("float32", "bfloat16 computes in it, over float32 weights", choices=("float32", "bfloat16"))
-    gradient_checkpointing: bool = option(False, "keep one activation a layer, compute the others again")
 
     def __post_init__(self):
-        runs.check_options(self)
-        check_settings(self.compressor, self.budget, self.buffer, self.window)
+        super().__post_init__()
         if self.prompts % self.updates:
             raise ValueError(f"--updates must divide the {self.prompts} prompts of a step, not {self.updates}")
-        if self.prompts * self.group_size > runs.LONGEST:
-            raise ValueError(f"--prompts times --group-size must be at most {runs.LONGEST:,} responses a step")
-
-    def some(self, *names: str) -> dict:
-        """The settings of these names."""
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def cache(self) -> dict:
-        """The settings of the sampler's cache."""
-        return self.some("compressor", "budget", "buffer", "window")
 
     @property
     def rows(self) -> int:
         """The responses that are sampled at a time."""
         return min(self.prompts * self.group_size, max(self.rollout_rows, self.group_size))
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads before it loads any weights."""
-
-    model: ModelConfig
-    tokenizer: Tokenizer
-    eos_ids: list[int]
-    prompts: list[Prompt]  # to train on
-    held_out: list[Prompt]
 
 
 @dataclass(frozen=True)
@@ -167,21 +129,13 @@ def pick_problems(count: int, prompts: int, step: int, seed: int) -> list[int]:
     return [order[place // count][place % count] for place in places]
 
 
-def train_step(
-    config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int
-) -> tuple[dict[str, float], list[dict]]:
+def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int) -> tuple[dict, list[dict]]:
     """Sample, grade, score, update. Returns the step's metrics and one record a response."""
-    asked = [inputs.prompts[i] for i in pick_problems(len(inputs.prompts), config.prompts, step, config.seed)]
-    r = rollout_batches(
-        weights.decoder,
-        [prompt.ids for prompt in asked],
-        rows=config.rollout_rows,
-        eos_ids=inputs.eos_ids,
-        generator=generator(config.seed, "rollout", step),
-        progress=True,
-        **config.some("group_size", "max_new_tokens", "temperature"),
-        **config.cache,
-    )
+    problems = inputs.prompts["data"]
+    asked = [problems[i] for i in pick_problems(len(problems), config.prompts, step, config.seed)]
+    how = config.cache | config.some("group_size", "max_new_tokens", "temperature") | {"rows": config.rollout_rows}
+    how |= {"eos_ids": inputs.eos_ids, "generator": generator(config.seed, "rollout", step), "progress": True}
+    r = rollout_batches(weights.decoder, [prompt.ids for prompt in asked], **how)
     asked = [prompt for prompt in asked for _ in range(config.group_size)]  # N, the prompt of each response
     texts = [task.response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in range(len(asked))]
     rewards = torch.tensor([reward(text, prompt.answer) for text, prompt in zip(texts, asked, strict=True)])  # (N,)
@@ -189,16 +143,12 @@ def train_step(
 
     scoring = time.perf_counter()
     logp_old, entropy = rescore(weights.decoder, r, config.micro_tokens)  # (N, R) each
-    logp_ref = rescore(weights.reference, r, config.micro_tokens)[0] if weights.reference else None
-    scored = {"logp_old": logp_old, "advantages": advantages} | ({} if logp_ref is None else {"logp_ref": logp_ref})
+    scored = {"logp_old": logp_old, "advantages": advantages}
+    if weights.reference:
+        scored["logp_ref"], _ = rescore(weights.reference, r, config.micro_tokens)
 
     updating = time.perf_counter()
-    how = config.some("correction", "epsilon", "xi_cap", "aggregation") | {"max_length": config.max_new_tokens}
-    accepted, reports = [], []
-    for rows in torch.arange(len(asked)).chunk(config.updates):
-        c = grpo.correct(logp_old[rows], r.logp_sparse[rows], r.mask[rows], **how)
-        accepted.append(c.accepted)
-        reports.append(update(config, weights, r, scored, rows, c))
+    accepted, learned = learn(config, weights, r, scored)
     ended = time.perf_counter()
 
     metrics = {
@@ -206,45 +156,47 @@ def train_step(
         **grpo.reward_metrics(rewards, config.group_size),
         **grpo.mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon),
         "entropy": float(entropy[r.mask].nanmean().nan_to_num()),
-        **update_metrics(reports),
+        **learned,
         "tokens": int(r.response_lengths.sum()),
         **r.statistics,
         "rollout_seconds": r.seconds,
         "scoring_seconds": updating - scoring,
         "update_seconds": ended - updating,
     }
-    columns = {
-        "reward": rewards,
-        "advantage": advantages,
-        "accepted": torch.cat(accepted),
-        "tokens": r.response_lengths,
-        "finished": r.finished,
-        **grpo.extremes(logp_old, r.logp_sparse, r.mask),
-    }
-    records = [
+    columns = {"reward": rewards, "advantage": advantages, "accepted": accepted, "tokens": r.response_lengths}
+    columns |= {"finished": r.finished, **grpo.extremes(logp_old, r.logp_sparse, r.mask)}
+    records = [  # with None for what is not finite: JSON has no word for it
         {"step": step + 1, "prompt": prompt.text, "response": text, "answer": prompt.answer}
-        | {name: number_or_none(column[i]) for name, column in columns.items()}
+        | {name: column[i].item() if column[i].isfinite() else None for name, column in columns.items()}
         for i, (prompt, text) in enumerate(zip(asked, texts, strict=True))
     ]
     return metrics, records
 
 
-def number_or_none(value: Tensor) -> float | int | bool | None:
-    """A number for JSON, which has no words for what is not finite."""
-    return value.item() if value.isfinite() else None
+def learn(config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+    """The updates of a step: who was accepted (N,), and means over the updates that were made (0 where none was)."""
+    shares = torch.arange(len(r.tokens)).chunk(config.updates)
+    accepted, reports = zip(*(update(config, weights, r, scored, rows) for rows in shares), strict=True)
+    made = [report for report in reports if "grad_norm" in report]
+    names = ("policy_loss", "kl_ref", "clip_low", "clip_high", "clamped", "grad_norm")
+    means = {name: sum(report[name] for report in made) / max(1, len(made)) for name in names}
+    counts = {name: sum(name in report for report in reports) for name in ("updates_skipped", "updates_not_finite")}
+    return torch.cat(accepted), means | counts
 
 
 def update(
-    config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor], rows: Tensor, c: grpo.Correction
-) -> dict[str, float]:
-    """One optimizer update on these rows (n,) of the rollout and of what was scored; c is their correction.
+    config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor], rows: Tensor
+) -> tuple[Tensor, dict]:
+    """One optimizer update on these rows (n,) of the rollout and of what was scored: who was accepted (n,), metrics.
 
-    Not made where nothing would teach ("skipped"), or where loss or gradient are not finite ("not_finite").
+    The metrics are "updates_skipped" where nothing would teach, "updates_not_finite" where loss or gradient are not.
     """
     device = weights.decoder.embed_tokens.weight.device
+    how = config.some("correction", "epsilon", "xi_cap", "aggregation") | {"max_length": config.max_new_tokens}
+    c = grpo.correct(scored["logp_old"][rows], r.logp_sparse[rows], r.mask[rows], **how)
     teaching = grpo.teaches(scored["advantages"][rows], c)  # (n,)
     if not teaching.any():
-        return {"skipped": 1, "not_finite": 0}
+        return c.accepted, {"updates_skipped": 1}
     # the others count below the line, but nothing needs to be computed for them
     needed = (c.accepted if config.kl_coef else teaching).nonzero()[:, 0]
     weights.optimizer.zero_grad()
@@ -258,29 +210,20 @@ def update(
         sums = {name: sums.get(name, 0) + value for name, value in metrics.items()}
     norm = torch.nn.utils.clip_grad_norm_(weights.master.parameters(), config.max_grad_norm)
     if not all(value.isfinite() for value in (norm, *sums.values())):
-        return {"skipped": 0, "not_finite": 1}
+        return c.accepted, {"updates_not_finite": 1}
     for group in weights.optimizer.param_groups:
         # AdamW's step does not shrink with its gradient: a step with many rejections would be as long as any other
         group["lr"] = config.lr * (float(c.accepted.float().mean()) if config.scale_step else 1)
     weights.optimizer.step()
-    follow(weights.decoder, weights.master)
-    return {"skipped": 0, "not_finite": 0, "grad_norm": float(norm)} | {name: float(sums[name]) for name in sums}
-
-
-def update_metrics(reports: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates that were made (0 where none was), and how many were skipped or not finite."""
-    made = [report for report in reports if "grad_norm" in report]
-    names = ("policy_loss", "kl_ref", "clip_low", "clip_high", "clamped", "grad_norm")
-    return {name: sum(report[name] for report in made) / max(1, len(made)) for name in names} | {
-        f"updates_{name}": sum(report[name] for report in reports) for name in ("skipped", "not_finite")
-    }
+    if weights.decoder is not weights.master:
+        weights.decoder.load_state_dict(weights.master.state_dict())  # rounded to the copy's dtype
+    return c.accepted, {"grad_norm": float(norm)} | {name: float(sums[name]) for name in sums}
 
 
 def compute_copy(master: Decoder, dtype: torch.dtype) -> Decoder:
     """The decoder that computes in `dtype` for fp32 weights: the master itself, or a copy that hands over gradients.
 
-    A bf16 weight of 0.02 does not feel a change of 1e-6. So gradients are summed, and weights moved, in fp32; a
-    gradient of the copy lasts until it is handed over.
+    A bf16 weight of 0.02 does not feel a change of 1e-6: gradients are summed, and weights moved, in fp32.
     """
     if dtype == torch.float32:
         return master
@@ -295,249 +238,180 @@ def compute_copy(master: Decoder, dtype: torch.dtype) -> Decoder:
     return decoder
 
 
-@torch.no_grad()
-def follow(decoder: Decoder, master: Decoder) -> None:
-    """Give the computing copy, if it is one, the master's weights."""
-    if decoder is not master:
-        for parameter, original in zip(decoder.parameters(), master.parameters(), strict=True):
-            parameter.copy_(original)
-
-
 # ---------------------------------------------------------------------------------------------------- the loop
 
 
-@dataclass
-class Run:
-    """A run folder and how far it has come."""
-
-    folder: Path
-    done: int  # steps
-    metrics: list[dict]  # a line a step
-    evaluations: list[dict]
-
-
 def train(
-    config: Config, inputs: Inputs, weights: Weights, reward: Reward, run: Run, save: Callable, stopping: list[int]
+    config: Config, inputs: Inputs, weights: Weights, reward: Reward, folder: Path, done: int, stopping: list[int]
 ) -> None:
-    """The loop. A step adds lines to metrics.jsonl and samples.jsonl and, when due, a checkpoint and an evaluation.
-
-    save(): writes a checkpoint. stopping: the signals that came (`stop_signals`), read between steps.
-    """
-    saved = run.done
-    evaluate_if_due(config, inputs, weights, run)  # before the first step, or left out when the run was killed
-    bar = tqdm(range(run.done, config.steps), desc="training", initial=run.done, total=config.steps, unit="step")
+    """The loop, from step `done` on, until it ends or a signal has come (`stop_signals`)."""
+    state = {"decoder": weights.master, "optimizer": weights.optimizer, "start": Path(config.model)}
+    save = functools.partial(runs.save_checkpoint, folder, keep=config.keep, **state)
+    evaluate_if_due(config, inputs, weights, folder, done)  # before the first step, or left out by a kill
+    bar = tqdm(range(done, config.steps), desc="training", initial=done, total=config.steps, unit="step")
     for step in bar:
         if stopping:
             break
         metrics, records = train_step(config, inputs, weights, reward, step)
-        runs.append(run.folder / "samples.jsonl", records)
-        runs.append(run.folder / "metrics.jsonl", [metrics])
-        run.metrics.append(metrics)
-        run.done = step + 1
-        last = run.done == config.steps
-        shown = "reward {reward_mean:.3f}, rejected {rejected:.0%}, kv saved {kv_saved:.0%}"
-        bar.set_postfix_str(shown.format_map(metrics))
+        runs.append(folder / "samples.jsonl", records)
+        runs.append(folder / "metrics.jsonl", [metrics])
+        done, last = step + 1, step + 1 == config.steps
+        bar.set_postfix({name: f"{metrics[name]:.3f}" for name in ("reward_mean", "rejected", "kv_saved")})
         if config.sample_every and (step % config.sample_every == 0 or last):
-            shown = "\nstep {step}, reward {reward:.0f} (answer {answer}):\n{prompt}{response}\n"
-            tqdm.write(shown.format_map(records[0]))
-        complain(run, records)
-        if run.done % config.save_every == 0 or last:
-            save()
-            saved = run.done
+            shown = "\nstep {step}, reward {reward:g} (answer {answer}):\n{prompt}{response}\n"
+            tqdm.write(shown.format(**records[0]))
+        if metrics["updates_not_finite"]:
+            complain(folder, done, records)
+        if done % config.save_every == 0 or last:
+            save(step=done)
         if not stopping:
-            evaluate_if_due(config, inputs, weights, run)
-    if saved < run.done:  # stopped between two checkpoints
-        save()
+            evaluate_if_due(config, inputs, weights, folder, done)
+    if done not in {0, *dict(runs.checkpoints(folder))}:  # stopped between two checkpoints
+        save(step=done)
     if not stopping:
-        print("\n" + summary(config, run))
+        print("\n" + summary(config, folder))
 
 
-def evaluate_if_due(config: Config, inputs: Inputs, weights: Weights, run: Run) -> None:
+def evaluate_if_due(config: Config, inputs: Inputs, weights: Weights, folder: Path, done: int) -> None:
     """Add the greedy accuracy on the held-out problems, dense and with the run's compressor, to evals.jsonl."""
-    due = run.done in (0, config.steps) or (config.eval_every > 0 and run.done % config.eval_every == 0)
-    if not due or not inputs.held_out or any(e["step"] == run.done for e in run.evaluations):
+    evaluations = runs.read_records(folder / "evals.jsonl")
+    due = done in (0, config.steps) or (config.eval_every > 0 and done % config.eval_every == 0)
+    if not due or not (held_out := inputs.prompts["eval_data"]) or any(e["step"] == done for e in evaluations):
         return
     how = config.cache | {"rows": config.rollout_rows, "max_new_tokens": config.max_new_tokens, "temperature": 0.0}
-    found = dense_and_sparse(weights.decoder, inputs.tokenizer, inputs.eos_ids, inputs.held_out, progress=True, **how)
-    results = [{"step": run.done, "decoding": name, **result} for name, (result, _) in found.items()]
-    runs.append(run.folder / "evals.jsonl", results)
-    run.evaluations.extend(results)
-    tqdm.write(f"step {run.done}: greedy " + ", ".join(f"{e['decoding']} {e['accuracy']:.3f}" for e in results))
+    found = dense_and_sparse(weights.decoder, inputs.tokenizer, inputs.eos_ids, held_out, progress=True, **how)
+    results = [{"step": done, "decoding": name, **result} for name, (result, _) in found.items()]
+    runs.write_whole(folder / "evals.jsonl", runs.as_lines(evaluations + results))  # all lines of a step, or none
+    tqdm.write(f"step {done}: greedy " + ", ".join(f"{e['decoding']} {e['accuracy']:.3f}" for e in results))
 
 
-def complain(run: Run, records: list[dict]) -> None:
+def complain(folder: Path, done: int, records: list[dict]) -> None:
     """Say what to look at after an update that was not applied; FloatingPointError after three such steps."""
-    if not (count := run.metrics[-1]["updates_not_finite"]):
-        return
-    bad = [i for i, record in enumerate(records) if None in (record["xi_max"], record["logp_min"])]
-    worst = bad[0] if bad else max(range(len(records)), key=lambda i: records[i]["xi_max"])
-    tqdm.write(
-        f"step {run.done}: {count} update(s) left out, loss or gradient not finite. "
-        "Largest xi {xi_max}, smallest log-prob {logp_min} (None: not finite) in ".format_map(records[worst])
-        + f"response {worst} of this step in samples.jsonl"
-    )
-    if len(run.metrics) >= 3 and all(m["updates_not_finite"] for m in run.metrics[-3:]):
+    last = runs.read_records(folder / "metrics.jsonl")[-3:]
+    worst = max(records, key=lambda r: math.inf if None in (r["xi_max"], r["logp_min"]) else r["xi_max"])
+    shown = "largest xi {xi_max}, smallest log-prob {logp_min} (None: not finite)".format(**worst)
+    said = f"step {done}: {last[-1]['updates_not_finite']} update(s) left out, loss or gradient not finite"
+    tqdm.write(f"{said}. Look at its response {records.index(worst)}: {shown}")
+    if len(last) == 3 and all(m["updates_not_finite"] for m in last):
         raise FloatingPointError(
-            f"loss or gradient were not finite for three steps (see above and {run.folder}/samples.jsonl); the weights "
-            f"are those before them. Start a new run from {run.folder}/checkpoints, with a smaller --lr or --xi-cap"
+            f"loss or gradient were not finite for three steps (see above and {folder}/samples.jsonl); the weights are "
+            f"those before them. Start a new run from {folder}/checkpoints, with a smaller --lr or --xi-cap"
         )
 
 
-def summary(config: Config, run: Run) -> str:
+def summary(config: Config, folder: Path) -> str:
     """The tables at the end of a run."""
-    steps = sorted({e["step"] for e in run.evaluations})
+    metrics, evaluations = (runs.read_records(folder / f"{name}.jsonl") for name in ("metrics", "evals"))
     lines = []
-    for first in (e for e in run.evaluations if len(steps) > 1 and e["step"] == steps[0]):
-        last = next(e for e in run.evaluations if (e["step"], e["decoding"]) == (steps[-1], first["decoding"]))
-        cells = [runs.plus_minus(e["accuracy"], e["stderr"]) for e in (first, last)]
-        lines.append([first["decoding"], *cells, last["kv_saved"], megabytes(last["cache_bytes"])])
-    text = ""
-    if lines:
-        text = f"greedy accuracy on {first['problems']} held-out problems of {config.eval_data}\n"
-        text += runs.table(["decoding", f"step {steps[0]}", f"step {steps[-1]}", "kv saved", "cache"], lines) + "\n\n"
-    means = {name: sum(m[name] for m in run.metrics) / len(run.metrics) for name in run.metrics[0]}
-    if config.compressor != "full" and means["kv_saved"] == 0:
-        text += "nothing was evicted, so this was dense GRPO: lower --budget or --buffer\n"
-    seconds = {name: len(run.metrics) * means[f"{name}_seconds"] for name in ("rollout", "scoring", "update")}
-    shares = ", ".join(f"{name} {s:.0f} s ({s / sum(seconds.values()):.0%})" for name, s in seconds.items())
-    cache, dense = (megabytes(max(m[name] for m in run.metrics)) for name in ("cache_bytes", "dense_bytes"))
-    return text + (
-        f"means of {len(run.metrics)} steps: reward {means['reward_mean']:.3f}, "
-        f"groups without signal {means['groups_without_signal']:.1%}, rejected {means['rejected']:.1%}, "
-        f"truncated {means['truncated']:.1%}, kv saved {means['kv_saved']:.1%}, sampler KL {means['sampler_kl']:.4f}\n"
-        f"rollout cache {cache}, dense keys and values would take {dense}\n"
-        f"time {shares}\n"
-        f"in {run.folder}/: {', '.join(sorted(path.name for path in run.folder.iterdir()))}"
-    )
+    for step in (0, config.steps):
+        if found := {e["decoding"]: e for e in evaluations if e["step"] == step}:
+            problems = f"{found['dense']['problems']} held-out problems of {config.eval_data}"
+            lines += [f"step {step}, greedy decoding of {problems}", details(found), ""]
+    mean = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+    if config.compressor != "full" and mean["kv_saved"] == 0:
+        lines.append("nothing was evicted, so this was dense GRPO: lower --budget or --buffer")
+    seconds = {name: len(metrics) * mean[f"{name}_seconds"] for name in ("rollout", "scoring", "update")}
+    cache, dense = (megabytes(max(m[name] for m in metrics)) for name in ("cache_bytes", "dense_bytes"))
+    lines += [
+        f"means of {len(metrics)} steps: "
+        "reward {reward_mean:.3f}, groups without signal {groups_without_signal:.1%}, rejected {rejected:.1%}, "
+        "truncated {truncated:.1%}, kv saved {kv_saved:.1%}, sampler KL {sampler_kl:.4f}".format(**mean),
+        f"rollout cache {cache}, dense keys and values would take {dense}",
+        "time " + ", ".join(f"{name} {s:.0f} s ({s / sum(seconds.values()):.0%})" for name, s in seconds.items()),
+        f"in {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}",
+    ]
+    return "\n".join(lines)
 
 
 # ----------------------------------------------------------------------------------------------- before the loop
 
 
-def read_inputs(config: Config) -> Inputs:
-    """Read and check all but the weights, write nothing. Raises ValueError or OSError in a sentence for the user."""
-    model = load_config(config.model)
-    tokenizer, eos_ids = task.load_tokenizer(config.model)
-    how = {"template": task.load_template(config.model, config.template), "longest": config.max_prompt_tokens}
-
-    def prepared(file: str) -> list[Prompt]:
-        return task.prepare(task.load_problems(file), tokenizer, model.vocab_size, **how)
-
-    held_out = prepared(config.eval_data)[: config.eval_limit or None] if config.eval_data else []
-    prompts = prepared(config.data)
-    return Inputs(model, tokenizer, task.all_ends(eos_ids, [*prompts, *held_out]), prompts, held_out)
-
-
 def plan(config: Config, inputs: Inputs) -> str:
     """What a step will hold and do, before any weights are loaded."""
-    lengths = [len(prompt.ids) for prompt in inputs.prompts]
-    responses, longest = config.prompts * config.group_size, max(lengths) + config.max_new_tokens
+    lengths, held_out = [len(prompt.ids) for prompt in inputs.prompts["data"]], len(inputs.prompts["eval_data"])
+    longest, most = max(lengths) + config.max_new_tokens, config.prompts * config.group_size * config.max_new_tokens
     how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef") | {"dtype": getattr(torch, config.dtype)}
     need = memory(inputs.model, config.cache, config.rows, longest, **how)
-    cache, dense = need.pop("cache"), need.pop("dense cache")
-    layers = cache_for(inputs.model, 1, longest, **config.cache, device="meta").layers
-    slots, budgets = (sorted({getattr(layer, name) for layer in layers}) for name in ("slots", "budget"))
+    parameters, cache, dense = (need.pop(name) for name in ("parameters", "cache", "dense cache"))
+    lines = [
+        f"model     {config.model}: {parameters:,} parameters, {config.dtype}",
+        "memory    " + ", ".join(f"{name} {megabytes(size)}" for name, size in need.items() if size) + " (estimates)",
+        f"problems  {len(lengths)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
+        f"held out  {held_out or 'none'} in {config.eval_data or 'no file, so nothing is evaluated (see --eval-data)'}",
+        f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} tokens "
+        f"({most:,} in all), {config.updates} update(s); {config.steps} steps",
+        f"KV cache  {config.compressor} {megabytes(cache)}, dense {megabytes(dense)} ({config.rows} rows at once)",
+        f"eviction  {eviction(config, inputs.model, longest)}",
+    ]
+    return "\n".join(lines)
+
+
+def eviction(config: Config, model: ModelConfig, longest: int) -> str:
+    """When rows of at most `longest` tokens are cut, and to what."""
     if config.compressor == "full":
-        eviction = "none: compressor full is dense GRPO"
-    elif longest <= slots[0]:  # the last token sampled is never cached
-        eviction = (
-            f"NEVER: a row holds at most {longest - 1} keys and is cut at budget + buffer = {slots[0]}, so this run is "
-            "dense. Lower --budget or --buffer, or raise --max-new-tokens"
+        return "none: compressor full is dense GRPO"
+    layers = cache_for(model, 1, longest, **config.cache, device="meta").layers
+    budgets, slots = ([getattr(layer, name) for layer in layers] for name in ("budget", "slots"))
+    if longest <= min(slots):  # the last token sampled is never cached
+        return (
+            f"NEVER: a row holds at most {longest - 1} keys and is cut at budget + buffer = {min(slots)}, so this run "
+            "is dense. Lower --budget or --buffer, or raise --max-new-tokens"
         )
-    else:
-        keys, full = (" to ".join(map(str, sorted({x[0], x[-1]}))) for x in (budgets, slots))
-        eviction = f"a row is cut to {keys} keys whenever it holds budget + buffer = {full}"
-    lines = {
-        "model": f"{config.model}: {need.pop('parameters'):,} parameters, {config.dtype}",
-        "memory": ", ".join(f"{name} {megabytes(size)}" for name, size in need.items() if size) + " (estimates)",
-        "problems": f"{len(lengths)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
-        "held out": f"{len(inputs.held_out)} in {config.eval_data}"
-        if inputs.held_out
-        else "none, so nothing is evaluated: --eval-data names a file",
-        "step": f"{config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} tokens "
-        f"({responses * config.max_new_tokens:,} in all), {config.updates} update(s); {config.steps} steps",
-        "KV cache": f"{config.compressor} {megabytes(cache)}, dense {megabytes(dense)} ({config.rows} rows at once)",
-        "eviction": eviction,
-        "context": beyond_context(inputs.model, longest),
-    }
-    return "\n".join(f"{name:<10}{text}" for name, text in lines.items() if text)
+    keys, full = (" to ".join(map(str, sorted({min(x), max(x)}))) for x in (budgets, slots))
+    return f"a row is cut to {keys} keys whenever it holds budget + buffer = {full}"
 
 
-def identity(config: Config, inputs: Inputs, reward: Reward | None) -> dict:
-    """What makes a run this run: the settings that a resumed run may not change, and hashes of what it reads."""
-    asked = {name: [[p.ids, p.answer] for p in getattr(inputs, name)] for name in ("prompts", "held_out")}
-    files = [Path(config.model) / "config.json", *weight_files(Path(config.model))]
+def fingerprints(config: Config, inputs: Inputs, reward: Reward | None) -> dict[str, str]:
+    """Hashes of what a run reads, by option. A reward that was passed is known by its source, not by its file."""
+    folder, (file, _, function) = Path(config.model), config.reward.rpartition(":")
+    try:
+        source = [inspect.getsource(reward)] if reward else [Path(file), function] if function else []
+    except (OSError, TypeError):
+        raise ValueError(f"no source is to be had of the reward {reward!r}: pass a function of a file") from None
     return {
-        "settings": {name: value for name, value in asdict(config).items() if name not in FREE},
-        "model": runs.fingerprint(*files, inputs.eos_ids),
-        "data": runs.fingerprint(asked["prompts"]),
-        "eval_data": runs.fingerprint(asked["held_out"]),
-        "reward": reward_source(config.reward, reward),
+        "model": runs.fingerprint(folder / "config.json", *weight_files(folder), inputs.eos_ids),
+        **{name: runs.fingerprint([[p.ids, p.answer] for p in asked]) for name, asked in inputs.prompts.items()},
+        "reward": runs.fingerprint(*source),
     }
 
 
-def reward_source(name: str, passed: Reward | None) -> str:
-    """What a reward is known by: its file's contents and its name there, or its own source; "" for the default."""
-    if passed:
-        try:
-            return runs.fingerprint(inspect.getsource(passed))
-        except (OSError, TypeError):
-            raise ValueError(f"no source is to be had of the reward {passed!r}: pass a function of a file") from None
-    file, _, function = name.rpartition(":")
-    return runs.fingerprint(Path(file), function) if name else ""
+def load_weights(config: Config, folder: Path, device: torch.device) -> tuple[Weights, int]:
+    """The weights and the steps done: of a resumed run's newest checkpoint, else of the start.
 
-
-def load_weights(config: Config, folder: Path, own: dict, device: torch.device) -> tuple[Weights, int]:
-    """The weights and the steps done: the newest checkpoint of the run that can be read, or the start.
-
-    Damaged checkpoints are set aside; ValueError for one that is not of this identity (`own`).
+    ValueError for a checkpoint that cannot be read: whoever moves it away goes on from the one before it.
     """
-    for step, source in [*(runs.checkpoints(folder) if config.resume else []), (0, Path(config.model))]:
-        try:
-            stored = read_json(source / "training" / "state.json") if step else None
-            master = load_model(source, device=device)
-            betas = config.beta1, config.beta2
-            how = {"lr": config.lr, "betas": betas, "weight_decay": config.weight_decay}
-            optimizer = torch.optim.AdamW(master.parameters(), **how)
-            if step:
-                runs.load_optimizer(optimizer, master, source)
-            break
-        except ValueError as error:
-            if not step:
-                raise
-            print(f"{error}: moved to {runs.set_aside(folder, step)}")
-    if step and stored != {"step": step} | own:
-        raise ValueError(f"{source} belongs to another run than {folder}/config.json: move it away")
+    (step, source), *before = [*(runs.checkpoints(folder) if config.resume else []), (0, Path(config.model))]
+    try:
+        master = load_model(source, device=device)
+        betas, decay = (config.beta1, config.beta2), config.weight_decay
+        optimizer = torch.optim.AdamW(master.parameters(), config.lr, betas, weight_decay=decay)
+        if step:
+            runs.load_optimizer(optimizer, master, source)
+    except (ValueError, OSError) as error:
+        remedy = f"; if {source} is damaged, move it away, and the run goes on from step {before[0][0]}" if step else ""
+        raise ValueError(f"{error}{remedy}") from None
     master.checkpointing = config.gradient_checkpointing
     dtype = getattr(torch, config.dtype)
     reference = load_model(config.model, dtype, device).requires_grad_(False) if config.kl_coef else None
     return Weights(master, compute_copy(master, dtype), reference, optimizer), step
 
 
-def open_run(config: Config, folder: Path, own: dict, done: int) -> Run:
-    """Make the run folder, or cut a resumed one's records back to its checkpoint."""
+def open_run(config: Config, folder: Path, hashes: dict[str, str], done: int) -> None:
+    """Make the run folder, or cut a resumed one's records back. config.json comes last: who has it can be resumed."""
     if not config.resume:
         runs.new_folder(folder)
-    (folder / "checkpoints").mkdir(exist_ok=True)  # better refused now than after some steps
-    files = {name: folder / f"{name}.jsonl" for name in ("metrics", "evals", "samples")}
-    records = {name: runs.read_records(file, done) for name, file in files.items()}
-    metrics, evaluations = records["metrics"], records["evals"]
-    if any(m.keys() != metrics[0].keys() or "updates_not_finite" not in m for m in metrics):
-        raise ValueError(f"{files['metrics']} is damaged: its lines have not the same entries")
-    if sum(e["step"] == done for e in evaluations) == 1 and config.compressor != "full":
-        evaluations[:] = [e for e in evaluations if e["step"] < done]  # of the two lines one was never written
-    for name in (name for name, file in files.items() if file.exists()):
-        runs.write_whole(files[name], runs.as_lines(records[name]))
-    runs.write_json(folder / "inputs.json", {name: own[name] for name in runs.PATHS})
-    # the last to be written: a run that has it can be resumed
+    records = {
+        file: runs.read_records(folder / file, done) for file in ("metrics.jsonl", "evals.jsonl", "samples.jsonl")
+    }
+    for file, kept in records.items():
+        runs.write_whole(folder / file, runs.as_lines(kept))
+    runs.write_json(folder / "inputs.json", hashes)
     runs.write_json(folder / "config.json", runs.absolute(asdict(replace(config, resume="", dry_run=False))))
-    return Run(folder, done, metrics, evaluations)
 
 
 def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
     """The command line. reward: a function (response, answer) -> float in place of the check of the answer."""
-    about = "Train a language model on rollouts from a compressed KV cache."
-    config, given = runs.parse_config(Config, argv, "train.py", about)
+    config, given = runs.parse_config(Config, argv, "train.py", "Train on rollouts from a compressed KV cache.")
     with runs.one_sentence("train.py"):
         if config.resume:
             config = runs.resumed(Config, given, free)
@@ -546,31 +420,26 @@ def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
             beside = data.parent / data.name.replace("-train", "-heldout")
             config = replace(config, eval_data=str(beside) if beside != data and beside.exists() else "")
         device = runs.pick_device(config.device, config.threads)
-        inputs = read_inputs(config)
+        inputs = read_inputs(config, {"data": (config.data, 0), "eval_data": (config.eval_data, config.eval_limit)})
         function = reward or (task.load_reward(config.reward) if config.reward else is_correct)
         print(plan(config, inputs))
         if config.dry_run:
             return
         folder = Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
-        own = identity(config, inputs, reward)
+        hashes = fingerprints(config, inputs, reward)
         if config.resume:
-            runs.check_inputs(folder, own)
-        weights, done = load_weights(config, folder, own, device)
-        run = open_run(config, folder, own, done)
+            runs.check_inputs(folder, hashes)
+        weights, done = load_weights(config, folder, device)
+        open_run(config, folder, hashes, done)
         print(f"run       {folder}/ from step {done}", flush=True)
-
-    def save() -> None:
-        model = {"decoder": weights.master, "optimizer": weights.optimizer, "tokenizer": Path(config.model)}
-        runs.save_checkpoint(folder, own, run.done, keep=config.keep, **model)
-
     advice = f"go on with: python train.py --resume {folder}"
     graded = task.held_to_its_promise(function, config.reward or function.__name__, folder)
     with (
         runs.one_sentence("train.py", (FloatingPointError, task.RewardError)),
-        runs.one_sentence("train.py", (OSError, SafetensorError, MemoryError), f". What is saved is whole; {advice}"),
+        runs.one_sentence("train.py", (OSError, SafetensorError), f". What is saved is whole; {advice}"),
         runs.stop_signals() as stopping,
     ):
-        train(config, inputs, weights, graded, run, save, stopping)
+        train(config, inputs, weights, graded, folder, done, stopping)
     if stopping:
         steps, name = next((step for step, _ in runs.checkpoints(folder)), 0), signal.Signals(stopping[0]).name
         print(f"\ntrain.py: stopped by {name} after step {steps}; {advice}", file=sys.stderr)

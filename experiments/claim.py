@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from plot import draw, pyplot, read_run, series
 
 from experiments.commas import numbers
-from runs import check_options, checkpoints, flag, one_sentence, option, parse_config, plus_minus, table, write_json
+from runs import check_options, checkpoints, flag, one_sentence, option, parse_config, table, write_json
 from task import ASSETS
 
 ROOT = ASSETS.parent
@@ -75,6 +75,11 @@ THREE = ("dense", "naive", "sparse-rl")
 SEEDS = (1, 2, 3, 4, 5)
 MAP_BUDGETS, MAP_LRS, MAP_SEEDS = (64, 72, 84), (5e-4, 1e-3, 2.5e-4), (1, 2)
 SERVE_POLICIES, SERVE_BUDGETS, SERVE_LIMIT = "snapkv,rkv,streaming", (64, 72, 84), 100
+
+
+def plus_minus(mean: float, stderr: float | None) -> str:
+    """A mean and, if there is one, its standard error."""
+    return f"{mean:.3f}" + ("" if stderr is None else f" +- {stderr:.3f}")
 
 
 def collapsed(run: dict) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runs import PATHS, one_sentence, read_records
-from train import FREE, Config
+from train import Config, free
 
 PANELS = (  # column, title
     ("dense", "greedy accuracy, dense"),
@@ -35,7 +35,7 @@ def read_run(folder: Path) -> dict:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         Config(**settings)
-        metrics, evaluations = (read_records(folder / name, sys.maxsize) for name in ("metrics.jsonl", "evals.jsonl"))
+        metrics, evaluations = (read_records(folder / name) for name in ("metrics.jsonl", "evals.jsonl"))
         if not metrics:
             raise ValueError("no step is finished")
     except (OSError, ValueError, TypeError) as error:
@@ -92,7 +92,7 @@ def draw(groups: dict[str, list[dict]], file: Path) -> None:
 def group(runs: list[dict]) -> dict[str, list[dict]]:
     """Runs that differ in the seed alone, under the settings in which the groups differ."""
     settings = [run["settings"] for run in runs]
-    hidden = {"seed", "out", *FREE} - {*PATHS}
+    hidden = {"seed", "out"}.union(*map(free, settings)) - {*PATHS}
     names = [n for n in settings[0] if n not in hidden and len({s[n] for s in settings}) > 1]
     groups: dict[str, list[dict]] = {}
     for run in runs:

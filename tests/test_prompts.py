@@ -439,7 +439,8 @@ def test_both_programs_stop_at_the_end_of_a_turn(files, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "rollout_batches", lambda *_, eos_ids, **__: seen.append(eos_ids) or 1 / 0)
     for prompt, ends in (("1+1=", eos_ids), ([{"role": "user", "content": "1+1="}], sorted([*eos_ids, nine]))):
         (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
-        assert train.read_inputs(train.Config(str(model), str(tmp_path / "p.jsonl"))).eos_ids == ends
+        config = train.Config(model=str(model), data=str(tmp_path / "p.jsonl"))
+        assert evaluation.read_inputs(config, {"data": (config.data, 0)}).eos_ids == ends
         with pytest.raises(ZeroDivisionError):
             paths = [
                 "--model",
