@@ -115,7 +115,7 @@ OPTIONS = [
     flags(["--out", "a\0"], r"--out must be text without NUL, and not empty, not 'a\x00'", ["--out", "a"]),
     # Paths
     flags("--model nowhere", "nowhere/config.json does not exist", "--model model"),
-    flags("--model p-train.jsonl", "cannot read p-train.jsonl/config.json: Not a directory", "--model model"),
+    flags("--model p-train.jsonl", "Not a directory: 'p-train.jsonl/config.json'", "--model model"),
     flags("--data nowhere", "cannot read the problems in nowhere: No such file", "--data p-heldout.jsonl"),
     flags("--eval-data model", "cannot read the problems in model: Is a directory", "--eval-data p-heldout.jsonl"),
     flags("--benchmark model", "--benchmark model is no folder with JSONL files", ["--benchmark", "."], "eval"),
@@ -174,10 +174,10 @@ PROBLEMS = [
 MODELS = [
     # config.json; what it may say is in test_model.py
     file("model/config.json", DELETED, "model/config.json does not exist"),
-    file("model/config.json", FOLDER, "cannot read model/config.json: Is a directory"),
+    file("model/config.json", FOLDER, "Is a directory: 'model/config.json'"),
     file("model/config.json", "{", "model/config.json is not valid JSON (Expecting property name"),
-    config({"model_type": DELETED}, "config.json has no 'model_type': is this a complete Hugging Face model"),
-    config({"model_type": "gpt2"}, "model: config.json: model_type = 'gpt2' is none that model.py has: llama"),
+    config({"model_type": DELETED}, "config.json: model_type = None is not implemented in model.py, only 'llama' or"),
+    config({"model_type": "gpt2"}, "config.json: model_type = 'gpt2' is not implemented in model.py, only 'llama'"),
     # The tokenizer, and the token that ends a response
     file("model/tokenizer.json", DELETED, "model/tokenizer.json does not exist: --model must be a folder with a"),
     file("model/tokenizer.json", "{", "model/tokenizer.json is not a tokenizer (EOF while parsing"),
@@ -209,10 +209,9 @@ MODELS = [
     file(
         "model/model.safetensors",
         lambda t: t.update({NORM: torch.ones(31)}),
-        f"{NORM} has shape (31,), config.json asks for (32,)",
+        f"{NORM} has shape (31,) and torch.float32, config.json asks for (32,)",
     ),
-    index("model/model.safetensors.index.json has no weight_map of tensors to files"),
-    index("weight_map names '../a', which is not a file of this folder", weight_map={NORM: "../a"}),
+    index("model: 21 tensors are missing, the first is 'embed_tokens.weight'"),
     index("model/two.safetensors does not exist: the weights", weight_map={NORM: "two.safetensors"}),
 ]
 
