@@ -596,8 +596,8 @@ def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
         ({"compressor": "snap"}, "unknown compressor 'snap'"),
         ({"budget": 8, "window": 8}, "budget 8 must exceed the window of 8"),
         ({"budget": 12, "window": 8, "compressor": "streaming"}, "budget 12 must exceed the window of 8 [+] 4 sinks"),
-        ({"buffer": 0}, "buffer 0 must be at least 1"),
-        ({"window": 0}, "window 0 must be at least 1"),
+        ({"buffer": 0}, "buffer 0 and window 8 must be at least 1"),
+        ({"window": 0}, "buffer 128 and window 0 must be at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentence):
