@@ -43,15 +43,10 @@ class Held:
     layer: int = 0
 
     def __getattr__(self, name: str) -> Tensor:
-        """A part of these rows, copied only when it is read. Raises ValueError if the policy did not declare it."""
+        """A part of these rows, taken only when it is read. Raises ValueError if the policy did not declare it."""
         if name not in self.parts:
             raise ValueError(f"nothing is kept as {name} for this policy: say {name}=True in its Compressor")
         return self.parts[name][self.rows]
-
-    @property
-    def used(self) -> Tensor:
-        """(B, K, S) bool: the slots that hold a key."""
-        return self.positions != EMPTY
 
     @property
     def older(self) -> Tensor:
@@ -65,14 +60,13 @@ def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     Recent keys do, unused slots never, and a score that is not a number is the lowest. Of equal scores, which
     max-pooling makes common, the newer key survives. Raises ValueError unless there is a score for each slot.
     """
-    used, S = held.used, held.positions.shape[2]
-    if scores.shape != used.shape:
-        raise ValueError(f"a policy scores each slot: shape (B, K, S) = {(*used.shape,)}, not {(*scores.shape,)}")
-    scores = wide(scores)
+    shape, scores = held.positions.shape, wide(scores)
+    if scores.shape != shape:
+        raise ValueError(f"a policy scores each slot: shape (B, K, S) = {(*shape,)}, not {(*scores.shape,)}")
     finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities too: between recent and unused
-    ranked = finite.masked_fill(used & ~held.older, math.inf).masked_fill(~used, -math.inf)
+    ranked = finite.masked_fill(~held.older, math.inf).masked_fill(held.positions == EMPTY, -math.inf)
     newest_first = ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices  # stable: a tie goes to the newer
-    return (S - 1 - newest_first[..., :budget]).sort(-1).values
+    return (shape[2] - 1 - newest_first[..., :budget]).sort(-1).values
 
 
 def streaming(held: Held, sinks: int = 4) -> Tensor:
@@ -81,10 +75,9 @@ def streaming(held: Held, sinks: int = 4) -> Tensor:
 
 
 def random(held: Held) -> Tensor:
-    """The baseline every policy must beat: a uniform draw in [0, 1) per key, the same at every cut.
+    """The baseline every policy must beat: a uniform draw in [0, 1) per key. A fresh one per cut would favour new keys.
 
-    (A fresh draw at each cut would favour new keys.) A hash (SplitMix64) of seed, layer, KV head and position: it
-    changes neither with batch-mates nor with the device. A prompt's responses share it.
+    A hash (SplitMix64) of seed, layer, KV head and position: the same in any batch, on any device, for a whole group.
     """
 
     def mix(x: Tensor) -> Tensor:  # int64 wraps around; masks make the shifts logical
@@ -99,10 +92,7 @@ def random(held: Held) -> Tensor:
 
 
 def h2o(held: Held) -> Tensor:
-    """H2O (2306.14048): attention received so far, summed over queries, in the mean over the query heads of a KV head.
-
-    Half of the budget goes to the newest tokens, as in the paper's code, which evicts a key at each step.
-    """
+    """H2O (2306.14048): attention received so far, summed over queries, averaged over the query heads of a KV head."""
     return held.attention
 
 
@@ -127,11 +117,10 @@ def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
 
 
 def snapkv(held: Held, kernel: int = 7) -> Tensor:
-    """SnapKV (2404.14469) for shared KV heads: attention that the W newest queries pay, smoothed over neighbours.
+    """SnapKV (2404.14469): attention that the W newest queries pay to older keys, max-pooled over `kernel` older slots.
 
-    The largest logit of a KV head's query heads, softmax over the older keys, mean over the W queries, max-pooled over
-    `kernel` older slots. These are the scores of the code released with Sparse-RL, and R-KV's importance; the paper has
-    a key per query head, W = 32 or 64 (8 here by default), and compresses the prompt alone.
+    Softmax of the largest logit of a KV head's query heads, mean over the W queries: as in the code released with
+    Sparse-RL and in R-KV. The paper has a key per query head, W = 32 or 64 (here 8), and compresses the prompt alone.
     """
     logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
     attention = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1)
@@ -152,7 +141,7 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
     no key is similar: a slip.) `chunk` keys at a time, so that S x S cosines never exist.
     """
     importance = snapkv(held, kernel)
-    used, keys = held.used, wide(held.keys)  # (B, K, S), (B, K, S, D)
+    used, keys = held.positions != EMPTY, wide(held.keys)  # (B, K, S), (B, K, S, D)
     inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
     slot = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
     total = torch.zeros_like(inverse)
@@ -167,9 +156,9 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
 
 
 def pyramid_budgets(budget: int, layers: int, window: int, beta: int = 20) -> list[int]:
-    """PyramidKV (2406.02069): budgets fall linearly from the first layer to the last, with the sum layers * budget.
+    """PyramidKV (2406.02069): budgets fall linearly from layer to layer, with the sum layers * budget.
 
-    As in its public code, the last layer has (budget - window) // `beta` keys (here at least 1) and the window, and the
+    The last layer has (budget - window) // `beta` keys beyond the window, as in the public code, but at least 1; the
     first is as far above the budget as the last is below. What rounding leaves over goes to the first layers.
     """
     beyond = budget - window
@@ -196,7 +185,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "full": Compressor(None),
     "streaming": Compressor(streaming, sinks=4),
     "random": Compressor(random, seeds=True),
-    "h2o": Compressor(h2o, attention=True, recent_share=0.5),
+    "h2o": Compressor(h2o, attention=True, recent_share=0.5),  # as in the paper's code, which cuts at each step
     "snapkv": Compressor(snapkv, queries=True),
     "snapkv-mean": Compressor(snapkv_mean, queries=True),
     "rkv": Compressor(rkv, queries=True),
@@ -253,6 +242,9 @@ class LayerCache:
         """
         if queries.shape[2] > 1 and self.length.any():
             raise ValueError("a cache takes many tokens (prefill) only while it is empty, then one at a time")
+        if self.policy.queries:
+            W, row = self.parts["queries"].shape[2], torch.arange(len(queries), device=queries.device)[:, None]
+            self.parts["queries"][row, :, positions[:, -W:] % W] = queries[:, :, -W:].transpose(1, 2)  # (B, W, H, D)
         step = self._decode if queries.shape[2] == 1 else self._prefill
         return step(queries, keys, values, positions)
 
@@ -260,12 +252,8 @@ class LayerCache:
         B, K = keys.shape[:2]
         self.length[:B] += 1
         row, slot, visible = self.plan(tuple(self.length[:B].tolist()), self.slots, keys.device)
-        new = {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}  # (B, K, ...)
-        for name, part in new.items():
-            self.parts[name][row, :, slot] = part
-        if self.policy.queries:
-            window = self.parts["queries"]  # (B, H, W, D)
-            window[row, :, positions[:, 0] % window.shape[2]] = queries[:, :, 0]
+        for name, new in {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}.items():
+            self.parts[name][row, :, slot] = new  # (B, K, ...)
         S = visible.shape[-1]
         k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
         if self.policy.attention:
@@ -280,25 +268,22 @@ class LayerCache:
 
     def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K, T, _ = keys.shape
-        # One layer's prompt, as if it had slots enough.
+        out = causal_attention(queries, keys, values)
+        # What the layer would hold if it had slots enough.
         prompt = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(B, K, T)}
         if self.policy.attention:
             prompt["attention"] = prompt_attention(queries, keys)
         for name, part in prompt.items():
             self.parts[name][:, :, :T] = part[:, :, : self.slots]
-        if self.policy.queries:
-            W = self.parts["queries"].shape[2]
-            newest = torch.arange(max(0, T - W), T, device=keys.device)
-            self.parts["queries"][:, :, newest % W] = queries[:, :, newest]
         self.length[:] = T
         self._cut(self.parts | prompt, positions[:, -1] + 1)
-        return causal_attention(queries, keys, values)
+        return out
 
     def _cut(self, source: dict[str, Tensor], seen: Tensor) -> None:
         """Leave `budget` keys of each full row of `source`, in order, in the first slots; empty the others.
 
-        seen (B,): the tokens of each row so far. One part at a time: the temporaries are the surviving keys of one
-        layer and, where not all of its rows are cut, a copy of the keys to be scored.
+        seen (B,): the tokens of each row so far. One part at a time: the largest temporaries are the surviving keys of
+        one layer and, where not all of its rows are cut, a copy of the keys to be scored.
         """
         full = (self.length[: len(seen)] >= self.slots).nonzero()[:, 0]
         if self.policy.score is None or not len(full):
@@ -307,7 +292,7 @@ class LayerCache:
         held = Held(source, rows, seen[rows], self.recent, self.layer)
         survivors = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
         if self.evicted_at is not None:
-            row, head, slot = held.used.scatter(2, survivors, False).nonzero(as_tuple=True)
+            row, head, slot = (held.positions != EMPTY).scatter(2, survivors, False).nonzero(as_tuple=True)
             place = held.ids[row], head, held.positions[row, head, slot].long()
             self.evicted_at[place] = held.seen[row].int()
         row = torch.arange(len(self.length), device=seen.device)[rows][:, None, None]
@@ -320,9 +305,9 @@ class LayerCache:
 
 
 def prompt_attention(queries: Tensor, keys: Tensor, chunk: int = 256) -> Tensor:
-    """Attention each prompt key receives from the whole prompt, (B, K, T) fp32: h2o's sums after prefill.
+    """Attention that keys (B, K, T, D) receive from all queries (B, H, T, D) of a prompt, (B, K, T) fp32: h2o's sums.
 
-    queries (B, H, T, D), keys (B, K, T, D). In chunks of queries, so that T x T weights never exist.
+    In chunks of queries, so that T x T weights never exist.
     """
     place = torch.arange(keys.shape[2], device=keys.device)
     received = torch.zeros(keys.shape[:3], device=keys.device)
@@ -341,15 +326,11 @@ class KVCache:
         compressor: str = "snapkv", budget: int = 512, buffer: int = 128, window: int = 8,
         seeds: Tensor | None = None, dtype: torch.dtype = torch.float32, device="cpu",
     ):  # fmt: skip
-        """max_length: the tokens a row can reach, the slots of `full`. seeds (B,) int64: a row's random draws.
-
-        Raises ValueError if compressor, budget, buffer and window cannot work together.
-        """
+        """max_length: the slots of `full`. seeds (B,) int64: for random draws. Raises ValueError as `check_settings`."""
         policy = check_settings(compressor, budget, buffer, window)
         budgets, least = policy.layer_budgets(budget, layers, window), window + policy.sinks + 1
         if policy.score and (len(budgets) != layers or sum(budgets) != layers * budget or min(budgets) < least):
-            wanted = f"{layers} numbers of at least {least}, with the sum {layers * budget}"
-            raise ValueError(f"the layer budgets of {compressor} must be {wanted}, not {budgets}")
+            raise ValueError(f"{layers} budgets of at least {least} must have the sum {layers * budget}, not {budgets}")
         self.active, self.layers = rows, []  # the first `active` rows of every part are in use
         plan, zeros = lru_cache(maxsize=1)(plan_step), partial(torch.zeros, device=device)
         for layer, layer_budget in enumerate(budgets):
@@ -370,12 +351,9 @@ class KVCache:
 
     def rows(self, first: int, last: int) -> list[LayerCache]:
         """A view of some neighbouring rows, to prefill them alone."""
-
-        def view(layer: LayerCache) -> LayerCache:
-            parts = {name: part[first:last] for name, part in layer.parts.items()}
-            return replace(layer, parts=parts, length=layer.length[first:last])
-
-        return [view(layer) for layer in self.layers]
+        part = slice(first, last)
+        parts = [{name: whole[part] for name, whole in layer.parts.items()} for layer in self.layers]
+        return [replace(layer, parts=p, length=layer.length[part]) for layer, p in zip(self.layers, parts, strict=True)]
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -62,7 +62,7 @@ def ties_to_the_older(patch):
     """pytorch 127196: whatever top-k does, here the oldest of equals."""
 
     def choose(scores, held, budget):
-        ranked = scores.masked_fill(held.used & ~held.older, torch.inf).masked_fill(~held.used, -torch.inf)
+        ranked = scores.masked_fill(~held.older, torch.inf).masked_fill(held.positions == kvcache.EMPTY, -torch.inf)
         return ranked.argsort(dim=-1, descending=True, stable=True)[..., :budget].sort(-1).values
 
     patch.setattr(kvcache, "choose", choose)
@@ -76,7 +76,7 @@ def not_a_number_wins(patch):
 
 def forget_the_window(patch):
     """The newest tokens compete with the others."""
-    patch.setattr(kvcache.Held, "older", kvcache.Held.used)
+    patch.setattr(kvcache.Held, "older", property(lambda held: held.positions != kvcache.EMPTY))
 
 
 def forget_the_sinks(patch):
@@ -187,7 +187,7 @@ def window_without_causality(patch):
 
     def timeless(held, kernel=7):
         logits = kvcache.attention_logits(held.queries, held.keys)
-        attention = logits.masked_fill(~held.used[:, :, None, None], -torch.inf).softmax(-1)
+        attention = logits.masked_fill((held.positions == kvcache.EMPTY)[:, :, None, None], -torch.inf).softmax(-1)
         return kvcache.pool_older(attention.mean(dim=(2, 3)), held, kernel)
 
     for name, policy in COMPRESSORS.items():

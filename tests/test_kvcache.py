@@ -609,12 +609,9 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentenc
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
-        ({"layer_budgets": lambda budget, layers, window: [budget + 8, budget - 8]}, "2 numbers of at least 9, .* 24"),
-        (
-            {"layer_budgets": lambda budget, layers, window: [budget]},
-            "2 numbers of at least 9, with the sum 24, not .12",
-        ),
-        ({"layer_budgets": lambda budget, layers, window: [budget + 1] * 2}, "with the sum 24, not .13, 13"),
+        ({"layer_budgets": lambda budget, layers, window: [budget + 8, budget - 8]}, "2 budgets of at least 9 .* 24"),
+        ({"layer_budgets": lambda budget, layers, window: [budget]}, "2 budgets of at least 9 .* the sum 24, not .12]"),
+        ({"layer_budgets": lambda budget, layers, window: [budget + 1] * 2}, "must have the sum 24, not .13, 13"),
         ({"score": snapkv_mean}, "nothing is kept as queries for this policy: say queries=True"),
         ({"score": h2o}, "nothing is kept as attention for this policy: say attention=True"),
         ({"score": lambda held: held.keysteps}, "nothing is kept as keysteps for this policy"),
