@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -209,17 +209,6 @@ def check_settings(compressor: str, budget: int, buffer: int, window: int) -> Co
 # ----------------------------------------------------------------------------------------------------- the cache
 
 
-def plan_step(length: tuple[int, ...], slots: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For the step after which rows hold `length` keys: the rows and their new slots, (B,), visible (B, 1, 1, S).
-
-    S is a whole number of 64 (or all slots), so that how a row's sums are rounded does not depend on longer rows.
-    """
-    slot = torch.tensor(length, device=device) - 1
-    S = min(slots, -(-max(length) // 64) * 64)
-    visible = torch.arange(S, device=device) <= slot[:, None]
-    return torch.arange(len(length), device=device), slot, visible[:, None, None]
-
-
 @dataclass(eq=False)
 class LayerCache:
     """One layer's cache of B rows."""
@@ -231,7 +220,6 @@ class LayerCache:
     recent: int  # of these, so many are the newest tokens
     parts: dict[str, Tensor]  # keys, values, ... (see Held), each with the rows first
     length: Tensor  # (B,) keys held per row. On the CPU: the host decides when to cut without waiting for the device
-    plan: Callable[..., tuple[Tensor, Tensor, Tensor]]  # plan_step, which remembers its answer for the next layer
     evicted_at: Tensor | None = None  # see KVCache.record
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -251,10 +239,13 @@ class LayerCache:
     def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K = keys.shape[:2]
         self.length[:B] += 1
-        row, slot, visible = self.plan(tuple(self.length[:B].tolist()), self.slots, keys.device)
+        used = self.parts["positions"][:B, 0] != EMPTY  # (B, slots): no number of the host is copied to the device
+        row, slot = torch.arange(B, device=keys.device), used.sum(-1)  # (B,)
         for name, new in {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}.items():
             self.parts[name][row, :, slot] = new  # (B, K, ...)
-        S = visible.shape[-1]
+        # A whole number of 64, or all slots: how a row's sums are rounded does not depend on longer rows.
+        S = min(self.slots, -(-int(self.length[:B].max()) // 64) * 64)
+        visible = (self.parts["positions"][:B, :1, :S] != EMPTY)[:, :, None]  # (B, 1, 1, S)
         k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
         if self.policy.attention:
             logits = attention_logits(queries, k).squeeze(3)  # (B, K, H/K, S)
@@ -326,13 +317,13 @@ class KVCache:
         compressor: str = "snapkv", budget: int = 512, buffer: int = 128, window: int = 8,
         seeds: Tensor | None = None, dtype: torch.dtype = torch.float32, device="cpu",
     ):  # fmt: skip
-        """max_length: the slots of `full`. seeds (B,) int64: for random draws. Raises ValueError as `check_settings`."""
+        """max_length: the slots of `full`. seeds (B,) int64: for random draws. ValueError: see `check_settings`."""
         policy = check_settings(compressor, budget, buffer, window)
         budgets, least = policy.layer_budgets(budget, layers, window), window + policy.sinks + 1
         if policy.score and (len(budgets) != layers or sum(budgets) != layers * budget or min(budgets) < least):
             raise ValueError(f"{layers} budgets of at least {least} must have the sum {layers * budget}, not {budgets}")
         self.active, self.layers = rows, []  # the first `active` rows of every part are in use
-        plan, zeros = lru_cache(maxsize=1)(plan_step), partial(torch.zeros, device=device)
+        zeros = partial(torch.zeros, device=device)
         for layer, layer_budget in enumerate(budgets):
             slots = layer_budget + buffer if policy.score else max_length
             parts = {name: zeros(rows, kv_heads, slots, head_dim, dtype=dtype) for name in ("keys", "values")}
@@ -344,7 +335,7 @@ class KVCache:
             if policy.seeds:
                 parts["seeds"] = zeros(rows, dtype=torch.long) + (0 if seeds is None else seeds.to(device))
             recent, length = max(window, int(policy.recent_share * layer_budget)), torch.zeros(rows, dtype=torch.long)
-            self.layers.append(LayerCache(policy, layer, layer_budget, slots, recent, parts, length, plan))
+            self.layers.append(LayerCache(policy, layer, layer_budget, slots, recent, parts, length))
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]

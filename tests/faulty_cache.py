@@ -148,9 +148,9 @@ def state_stays_behind(patch):
     patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "positions"})
 
 
-def positions_stay_behind(patch):
-    """Keys move to the front, their positions do not."""
-    patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "attention"})
+def keys_stay_behind(patch):
+    """Positions move to the front, their keys do not."""
+    patch.setattr(kvcache, "PER_SLOT", {"positions", "values", "attention"})
 
 
 def rows_cut_together(patch):
@@ -254,11 +254,6 @@ def dirty_slots(patch):
             self.parts[name][self.length < before, :, self.budget :] = 1.0
 
     patch.setattr(LayerCache, "_cut", leave)
-
-
-def plan_for_each_layer(patch):
-    """What is equal in all layers is computed, and copied to the device, once per layer."""
-    patch.setattr(kvcache, "lru_cache", lambda maxsize: lambda function: lambda *args: function(*args))
 
 
 def grow_by_gathering(patch):

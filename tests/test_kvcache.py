@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_model
 from torch import Tensor
 
-import kvcache
 from kvcache import (
     COMPRESSORS,
     EMPTY,
@@ -559,14 +558,6 @@ def test_dropped_rows_leave_the_others_whole(compressor):
     assert sorted(order.tolist()) == [1, 3, 4] and cache.active == 3
     for layer, parts in zip(cache, before, strict=True):
         assert all(torch.equal(layer.parts[name][:3], part[order]) for name, part in parts.items())
-
-
-def test_layers_of_equal_length_share_one_plan_per_step():
-    """Slots and masks that are equal in all layers are computed, and copied to the device, once per step."""
-    planned = mock.Mock(side_effect=kvcache.plan_step)
-    with mock.patch.object(kvcache, "plan_step", planned):
-        recorded(tiny_model(layers=4), "snapkv", max_new_tokens=24)
-    assert planned.call_count <= 23  # the prefill needs none
 
 
 @pytest.mark.parametrize("rows", [4, 3])
