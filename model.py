@@ -298,6 +298,8 @@ def read_json(path: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: is its folder the right one?") from None
+    except OSError as error:
+        raise OSError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
@@ -322,11 +324,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, mapped into memory. ValueError names the file if it is broken."""
+    """The tensors of a safetensors file by name, mapped into memory. ValueError if it is broken, else OSError."""
     try:
         return load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+    except OSError as error:
+        raise OSError(f"cannot read {file}: {error}") from None
 
 
 def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Decoder:

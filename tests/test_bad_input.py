@@ -115,7 +115,7 @@ OPTIONS = [
     flags(["--out", "a\0"], r"--out must be text without NUL, and not empty, not 'a\x00'", ["--out", "a"]),
     # Paths
     flags("--model nowhere", "nowhere/config.json does not exist", "--model model"),
-    flags("--model p-train.jsonl", "Not a directory: 'p-train.jsonl/config.json'", "--model model"),
+    flags("--model p-train.jsonl", "cannot read p-train.jsonl/config.json: Not a directory", "--model model"),
     flags("--data nowhere", "cannot read the problems in nowhere: No such file", "--data p-heldout.jsonl"),
     flags("--eval-data model", "cannot read the problems in model: Is a directory", "--eval-data p-heldout.jsonl"),
     flags("--benchmark model", "--benchmark model is no folder with JSONL files", ["--benchmark", "."], "eval"),
@@ -174,7 +174,7 @@ PROBLEMS = [
 MODELS = [
     # config.json; what it may say is in test_model.py
     file("model/config.json", DELETED, "model/config.json does not exist"),
-    file("model/config.json", FOLDER, "Is a directory: 'model/config.json'"),
+    file("model/config.json", FOLDER, "cannot read model/config.json: Is a directory"),
     file("model/config.json", "{", "model/config.json is not valid JSON (Expecting property name"),
     config({"model_type": DELETED}, "config.json: model_type = None is not implemented in model.py, only 'llama' or"),
     config({"model_type": "gpt2"}, "config.json: model_type = 'gpt2' is not implemented in model.py, only 'llama'"),
