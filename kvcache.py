@@ -1,10 +1,10 @@
 """The KV cache, and the policies that compress it.
 
 Sampling writes a key and a value per token, layer and KV head. Here each layer holds them in S = budget + buffer
-slots, allocated once. A new token is written to the next free slot and attends to everything that is still held.
-Then each row that holds budget + buffer keys is cut to `budget`: its newest tokens survive, W at the least, and of
-the others those with the highest score, in each layer and KV head by itself, in order of position. They keep their
-original positions: keys are stored after RoPE, so a compressed cache differs from a dense one by eviction alone.
+slots, allocated once. A new token takes the next free slot and attends to everything that is still held. Then each row
+that holds S keys is cut to `budget`: its newest tokens survive, W at the least, and of the others those with the
+highest score, in each layer and KV head by itself, in order of position. Keys are stored after RoPE and keep their
+original positions, so a compressed cache differs from a dense one by eviction alone.
 
 A policy is a function that scores keys, and a few declarations (see `COMPRESSORS`). Choosing, ties, gathering and
 memory exist once, in `choose` and `LayerCache`. Shapes: as in model.py, and W queries in the window.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ class Held:
 
     The parts: keys and values (B, K, S, D), after RoPE; positions (B, K, S) int32, increasing, EMPTY in unused slots.
     For a policy that declares it also queries (B, H, W, D), the newest, that of position p at p mod W; attention
-    (B, K, S) fp32, that each key has received so far; seeds (B,) int64, to draw from. Nothing here may be written to.
+    (B, K, S) fp32, received by each key so far; seeds (B,) int64, to draw from. Nothing here may be written to.
     """
 
     parts: dict[str, Tensor]  # of the whole layer
@@ -43,15 +43,10 @@ class Held:
     layer: int = 0
 
     def __getattr__(self, name: str) -> Tensor:
-        """A part of these rows, copied only when it is read. Raises ValueError if the policy did not declare it."""
+        """A part of these rows, taken only when it is read. Raises ValueError if the policy did not declare it."""
         if name not in self.parts:
             raise ValueError(f"nothing is kept as {name} for this policy: say {name}=True in its Compressor")
         return self.parts[name][self.rows]
-
-    @property
-    def used(self) -> Tensor:
-        """(B, K, S) bool: the slots that hold a key."""
-        return self.positions != EMPTY
 
     @property
     def older(self) -> Tensor:
@@ -62,21 +57,16 @@ class Held:
 def choose(scores: Tensor, held: Held, budget: int) -> Tensor:
     """The slots that survive, (B, K, budget), in increasing order.
 
-    Recent keys do, unused slots never, and a score that is not a number is the lowest. Equal scores, which max-pooling
-    makes common, keep the newer key; backends differ in which of them a top-k takes, so it gives a threshold only.
-    Raises ValueError unless there is a score for each slot.
+    Recent keys do, unused slots never, and a score that is not a number is the lowest. Of equal scores, which
+    max-pooling makes common, the newer key survives. Raises ValueError unless there is a score for each slot.
     """
-    older, used = held.older, held.used
-    if scores.shape != used.shape:
-        raise ValueError(f"a policy scores each slot: shape (B, K, S) = {(*used.shape,)}, not {(*scores.shape,)}")
-    scores = wide(scores)
+    shape, scores = held.positions.shape, wide(scores)
+    if scores.shape != shape:
+        raise ValueError(f"a policy scores each slot: shape (B, K, S) = {(*shape,)}, not {(*scores.shape,)}")
     finite = scores.nan_to_num(nan=torch.finfo(scores.dtype).min)  # infinities too: between recent and unused
-    ranked = finite.masked_fill(used & ~older, math.inf).masked_fill(~used, -math.inf)
-    threshold = ranked.topk(budget).values[..., -1:]  # the lowest score that survives
-    above, equal = ranked > threshold, ranked == threshold
-    newness = equal.flip(-1).cumsum(-1).flip(-1)  # 1 for the newest of the equal ones, 2 for the next
-    survives = above | (equal & (newness <= budget - above.sum(-1, keepdim=True)))
-    return survives.nonzero()[:, 2].view(*survives.shape[:2], budget)
+    ranked = finite.masked_fill(~held.older, math.inf).masked_fill(held.positions == EMPTY, -math.inf)
+    newest_first = ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices  # stable: a tie goes to the newer
+    return (shape[2] - 1 - newest_first[..., :budget]).sort(-1).values
 
 
 def streaming(held: Held, sinks: int = 4) -> Tensor:
@@ -85,10 +75,9 @@ def streaming(held: Held, sinks: int = 4) -> Tensor:
 
 
 def random(held: Held) -> Tensor:
-    """The baseline every policy must beat: a uniform draw in [0, 1) per key, the same at every cut.
+    """The baseline every policy must beat: a uniform draw in [0, 1) per key. A fresh one per cut would favour new keys.
 
-    (A fresh draw at each cut would favour new keys, which have survived fewer of them.) A hash (SplitMix64) of seed,
-    layer, KV head and position: it changes neither with batch-mates nor with the device. A prompt's responses share it.
+    A hash (SplitMix64) of seed, layer, KV head and position: the same in any batch, on any device, for a whole group.
     """
 
     def mix(x: Tensor) -> Tensor:  # int64 wraps around; masks make the shifts logical
@@ -103,11 +92,7 @@ def random(held: Held) -> Tensor:
 
 
 def h2o(held: Held) -> Tensor:
-    """H2O (2306.14048), heavy hitters: attention received from all queries since the key was cached.
-
-    Summed over queries, averaged over the query heads of a KV head (one each in the paper's models). Half of the budget
-    goes to the newest tokens, as in the paper's code (heavy_ratio = recent_ratio), which evicts a key at each step.
-    """
+    """H2O (2306.14048): attention received so far, summed over queries, averaged over the query heads of a KV head."""
     return held.attention
 
 
@@ -132,12 +117,10 @@ def pool_older(scores: Tensor, held: Held, kernel: int) -> Tensor:
 
 
 def snapkv(held: Held, kernel: int = 7) -> Tensor:
-    """SnapKV (2404.14469) for shared KV heads: attention that the W newest queries pay, smoothed over neighbours.
+    """SnapKV (2404.14469): attention that the W newest queries pay to older keys, max-pooled over `kernel` older slots.
 
-    The largest logit of a KV head's query heads, softmax over the older keys, mean over the W queries, max-pooled over
-    `kernel` older slots. These are the scores of the code released with Sparse-RL, and R-KV's importance; the paper has
-    a key per query head, W = 32 or 64 (8 here by default), and compresses the prompt alone. Which of the two ways to
-    pool query heads moves the sampler less depends on task and budget (experiments/compressors.py, README).
+    Softmax of the largest logit of a KV head's query heads, mean over the W queries: as in the code released with
+    Sparse-RL and in R-KV. The paper has a key per query head, W = 32 or 64 (here 8), and compresses the prompt alone.
     """
     logits = window_logits(held).amax(dim=2)  # (B, K, W, S)
     attention = logits.masked_fill(~held.older[:, :, None], -math.inf).softmax(-1)
@@ -153,12 +136,12 @@ def snapkv_mean(held: Held, kernel: int = 7) -> Tensor:
 def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7, chunk: int = 16) -> Tensor:
     """R-KV (2505.24133): `weight` * importance - (1 - `weight`) * redundancy.
 
-    Importance is `snapkv`'s. Redundancy is the mean cosine between a key and every held key, after the newest
-    similar key of each (cosine > `threshold`) was let off, as a softmax over held keys. (Where a key has no similar
-    one, the public code lets off slot 0, which is a slip.) `chunk` keys at a time, so that S x S cosines never exist.
+    Importance is `snapkv`'s. Redundancy is the mean cosine between a key and every held key, after the newest similar
+    key of each (cosine > `threshold`) was let off, as a softmax over held keys. (The public code lets off slot 0 where
+    no key is similar: a slip.) `chunk` keys at a time, so that S x S cosines never exist.
     """
     importance = snapkv(held, kernel)
-    used, keys = held.used, wide(held.keys)  # (B, K, S), (B, K, S, D)
+    used, keys = held.positions != EMPTY, wide(held.keys)  # (B, K, S), (B, K, S, D)
     inverse = 1 / keys.norm(dim=-1).clamp(min=1e-12)  # (B, K, S)
     slot = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
     total = torch.zeros_like(inverse)
@@ -173,11 +156,10 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
 
 
 def pyramid_budgets(budget: int, layers: int, window: int, beta: int = 20) -> list[int]:
-    """PyramidKV (2406.02069): budgets fall linearly from the first layer to the last.
+    """PyramidKV (2406.02069): budgets fall linearly from layer to layer, with the sum layers * budget.
 
-    As in its public code, the last layer has (budget - window) // `beta` keys and the window, and the first is as far
-    above the budget as the last is below. Ours: at least one key beyond the window; steps that need not be whole
-    numbers; the sum layers * budget exactly, by one key more for the first layers; whatever the prompt's length.
+    The last layer has (budget - window) // `beta` keys beyond the window, as in the public code, but at least 1; the
+    first is as far above the budget as the last is below. What rounding leaves over goes to the first layers.
     """
     beyond = budget - window
     spread = beyond - max(1, beyond // beta)  # of the first and the last layer around the mean
@@ -199,16 +181,15 @@ class Compressor:
     layer_budgets: Callable[..., list[int]] = lambda budget, layers, window: [budget] * layers  # the sum must stay
 
 
-SNAPKV = Compressor(snapkv, queries=True)
 COMPRESSORS: dict[str, Compressor] = {
     "full": Compressor(None),
     "streaming": Compressor(streaming, sinks=4),
     "random": Compressor(random, seeds=True),
-    "h2o": Compressor(h2o, attention=True, recent_share=0.5),
-    "snapkv": SNAPKV,
+    "h2o": Compressor(h2o, attention=True, recent_share=0.5),  # as in the paper's code, which cuts at each step
+    "snapkv": Compressor(snapkv, queries=True),
     "snapkv-mean": Compressor(snapkv_mean, queries=True),
     "rkv": Compressor(rkv, queries=True),
-    "pyramidkv": replace(SNAPKV, layer_budgets=pyramid_budgets),
+    "pyramidkv": Compressor(snapkv, queries=True, layer_budgets=pyramid_budgets),
 }
 
 
@@ -217,30 +198,15 @@ def check_settings(compressor: str, budget: int, buffer: int, window: int) -> Co
     if compressor not in COMPRESSORS:
         raise ValueError(f"unknown compressor {compressor!r}: choose from {', '.join(COMPRESSORS)}")
     policy = COMPRESSORS[compressor]
-    if policy.score is None:
-        return policy
-    if window < 1:
-        raise ValueError(f"window {window} must be at least 1: the newest token always stays in the cache")
-    if buffer < 1:
-        raise ValueError(f"buffer {buffer} must be at least 1: a row is cut when it holds budget + buffer keys")
-    if budget <= window + policy.sinks:
+    if policy.score and min(buffer, window) < 1:
+        raise ValueError(f"buffer {buffer} and window {window} must be at least 1")
+    if policy.score and budget <= window + policy.sinks:
         sinks = f" + {policy.sinks} sinks" if policy.sinks else ""
         raise ValueError(f"budget {budget} must exceed the window of {window}{sinks}: raise the budget")
     return policy
 
 
 # ----------------------------------------------------------------------------------------------------- the cache
-
-
-def plan_step(length: tuple[int, ...], slots: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """For the step after which rows hold `length` keys: the rows and their new slots, (B,), visible (B, 1, 1, S).
-
-    S is a whole number of 64 (or all slots), so that how a row's sums are rounded does not depend on longer rows.
-    """
-    slot = torch.tensor(length, device=device) - 1
-    S = min(slots, -(-max(length) // 64) * 64)
-    visible = torch.arange(S, device=device) <= slot[:, None]
-    return torch.arange(len(length), device=device), slot, visible[:, None, None]
 
 
 @dataclass(eq=False)
@@ -254,7 +220,6 @@ class LayerCache:
     recent: int  # of these, so many are the newest tokens
     parts: dict[str, Tensor]  # keys, values, ... (see Held), each with the rows first
     length: Tensor  # (B,) keys held per row. On the CPU: the host decides when to cut without waiting for the device
-    plan: Callable[..., tuple[Tensor, Tensor, Tensor]]  # plan_step, which remembers its answer for the next layer
     evicted_at: Tensor | None = None  # see KVCache.record
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -263,23 +228,24 @@ class LayerCache:
         positions (B, T). More than one token (prefill) goes into an empty cache only, and attends to the whole prompt
         before anything is evicted; prompts of one length, without padding. Returns (B, H, T, D).
         """
-        if queries.shape[2] == 1:
-            return self._decode(queries, keys, values, positions)
-        if self.length.any():
+        if queries.shape[2] > 1 and self.length.any():
             raise ValueError("a cache takes many tokens (prefill) only while it is empty, then one at a time")
-        return self._prefill(queries, keys, values, positions)
+        if self.policy.queries:
+            W, row = self.parts["queries"].shape[2], torch.arange(len(queries), device=queries.device)[:, None]
+            self.parts["queries"][row, :, positions[:, -W:] % W] = queries[:, :, -W:].transpose(1, 2)  # (B, W, H, D)
+        step = self._decode if queries.shape[2] == 1 else self._prefill
+        return step(queries, keys, values, positions)
 
     def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K = keys.shape[:2]
         self.length[:B] += 1
-        row, slot, visible = self.plan(tuple(self.length[:B].tolist()), self.slots, keys.device)
-        new = {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}  # (B, K, ...)
-        for name, part in new.items():
-            self.parts[name][row, :, slot] = part
-        if self.policy.queries:
-            window = self.parts["queries"]  # (B, H, W, D)
-            window[row, :, positions[:, 0] % window.shape[2]] = queries[:, :, 0]
-        S = visible.shape[-1]
+        used = self.parts["positions"][:B, 0] != EMPTY  # (B, slots): no number of the host is copied to the device
+        row, slot = torch.arange(B, device=keys.device), used.sum(-1)  # (B,)
+        for name, new in {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}.items():
+            self.parts[name][row, :, slot] = new  # (B, K, ...)
+        # A whole number of 64, or all slots: how a row's sums are rounded does not depend on longer rows.
+        S = min(self.slots, -(-int(self.length[:B].max()) // 64) * 64)
+        visible = (self.parts["positions"][:B, :1, :S] != EMPTY)[:, :, None]  # (B, 1, 1, S)
         k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
         if self.policy.attention:
             logits = attention_logits(queries, k).squeeze(3)  # (B, K, H/K, S)
@@ -294,25 +260,21 @@ class LayerCache:
     def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K, T, _ = keys.shape
         out = causal_attention(queries, keys, values)
-        # One layer's prompt, as if it had slots enough.
+        # What the layer would hold if it had slots enough.
         prompt = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(B, K, T)}
         if self.policy.attention:
             prompt["attention"] = prompt_attention(queries, keys)
         for name, part in prompt.items():
             self.parts[name][:, :, :T] = part[:, :, : self.slots]
-        if self.policy.queries:
-            W = self.parts["queries"].shape[2]
-            newest = torch.arange(max(0, T - W), T, device=keys.device)
-            self.parts["queries"][:, :, newest % W] = queries[:, :, newest]
         self.length[:] = T
-        self._cut(self.parts | prompt, torch.full((B,), T, device=keys.device))
+        self._cut(self.parts | prompt, positions[:, -1] + 1)
         return out
 
     def _cut(self, source: dict[str, Tensor], seen: Tensor) -> None:
         """Leave `budget` keys of each full row of `source`, in order, in the first slots; empty the others.
 
-        One part at a time: the temporaries are the surviving keys of one layer and, where not all of its rows are
-        cut, a copy of the keys to be scored. `seen (B,)` counts each row's tokens so far.
+        seen (B,): the tokens of each row so far. One part at a time: the largest temporaries are the surviving keys of
+        one layer and, where not all of its rows are cut, a copy of the keys to be scored.
         """
         full = (self.length[: len(seen)] >= self.slots).nonzero()[:, 0]
         if self.policy.score is None or not len(full):
@@ -321,8 +283,8 @@ class LayerCache:
         held = Held(source, rows, seen[rows], self.recent, self.layer)
         survivors = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
         if self.evicted_at is not None:
-            row, head, slot = held.used.scatter(2, survivors, False).nonzero(as_tuple=True)
-            place = self.parts["ids"][rows][row], head, held.positions[row, head, slot].long()
+            row, head, slot = (held.positions != EMPTY).scatter(2, survivors, False).nonzero(as_tuple=True)
+            place = held.ids[row], head, held.positions[row, head, slot].long()
             self.evicted_at[place] = held.seen[row].int()
         row = torch.arange(len(self.length), device=seen.device)[rows][:, None, None]
         head = torch.arange(survivors.shape[1], device=seen.device)[:, None]
@@ -334,9 +296,9 @@ class LayerCache:
 
 
 def prompt_attention(queries: Tensor, keys: Tensor, chunk: int = 256) -> Tensor:
-    """Attention each prompt key receives from the whole prompt, (B, K, T) fp32: h2o's sums after prefill.
+    """Attention that keys (B, K, T, D) receive from all queries (B, H, T, D) of a prompt, (B, K, T) fp32: h2o's sums.
 
-    queries (B, H, T, D), keys (B, K, T, D). In chunks of queries, so that T x T weights never exist.
+    In chunks of queries, so that T x T weights never exist.
     """
     place = torch.arange(keys.shape[2], device=keys.device)
     received = torch.zeros(keys.shape[:3], device=keys.device)
@@ -355,42 +317,34 @@ class KVCache:
         compressor: str = "snapkv", budget: int = 512, buffer: int = 128, window: int = 8,
         seeds: Tensor | None = None, dtype: torch.dtype = torch.float32, device="cpu",
     ):  # fmt: skip
-        """max_length: the tokens a row can reach, the slots of `full`. seeds (B,) int64: a row's random draws.
-
-        Raises ValueError if compressor, budget, buffer and window cannot work together.
-        """
+        """max_length: the slots of `full`. seeds (B,) int64: for random draws. ValueError: see `check_settings`."""
         policy = check_settings(compressor, budget, buffer, window)
-        budgets = policy.layer_budgets(budget, layers, window)
-        least = window + policy.sinks + 1
+        budgets, least = policy.layer_budgets(budget, layers, window), window + policy.sinks + 1
         if policy.score and (len(budgets) != layers or sum(budgets) != layers * budget or min(budgets) < least):
-            wanted = f"{layers} numbers of at least {least}, with the sum {layers * budget}"
-            raise ValueError(f"the layer budgets of {compressor} must be {wanted}, not {budgets}")
+            raise ValueError(f"{layers} budgets of at least {least} must have the sum {layers * budget}, not {budgets}")
         self.active, self.layers = rows, []  # the first `active` rows of every part are in use
-        plan = lru_cache(maxsize=1)(plan_step)
+        zeros = partial(torch.zeros, device=device)
         for layer, layer_budget in enumerate(budgets):
             slots = layer_budget + buffer if policy.score else max_length
-            with torch.device(device):
-                parts = {name: torch.zeros(rows, kv_heads, slots, head_dim, dtype=dtype) for name in ("keys", "values")}
-                parts["positions"] = torch.full((rows, kv_heads, slots), EMPTY, dtype=torch.int32)
-                if policy.queries:
-                    parts["queries"] = torch.zeros(rows, heads, window, head_dim, dtype=dtype)
-                if policy.attention:
-                    parts["attention"] = torch.zeros(rows, kv_heads, slots)
-                if policy.seeds:
-                    parts["seeds"] = torch.zeros(rows, dtype=torch.long) + (0 if seeds is None else seeds.to(device))
+            parts = {name: zeros(rows, kv_heads, slots, head_dim, dtype=dtype) for name in ("keys", "values")}
+            parts["positions"] = zeros(rows, kv_heads, slots, dtype=torch.int32) + EMPTY
+            if policy.queries:
+                parts["queries"] = zeros(rows, heads, window, head_dim, dtype=dtype)
+            if policy.attention:
+                parts["attention"] = zeros(rows, kv_heads, slots)
+            if policy.seeds:
+                parts["seeds"] = zeros(rows, dtype=torch.long) + (0 if seeds is None else seeds.to(device))
             recent, length = max(window, int(policy.recent_share * layer_budget)), torch.zeros(rows, dtype=torch.long)
-            self.layers.append(LayerCache(policy, layer, layer_budget, slots, recent, parts, length, plan))
+            self.layers.append(LayerCache(policy, layer, layer_budget, slots, recent, parts, length))
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
 
     def rows(self, first: int, last: int) -> list[LayerCache]:
         """A view of some neighbouring rows, to prefill them alone."""
-        cut = slice(first, last)
-        return [
-            replace(layer, parts={name: part[cut] for name, part in layer.parts.items()}, length=layer.length[cut])
-            for layer in self.layers
-        ]
+        part = slice(first, last)
+        parts = [{name: whole[part] for name, whole in layer.parts.items()} for layer in self.layers]
+        return [replace(layer, parts=p, length=layer.length[part]) for layer, p in zip(self.layers, parts, strict=True)]
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A decoder-only transformer of the Llama family, from scratch.
 
 Covers Llama (1 to 3.2, SmolLM2), Qwen2 / Qwen2.5 and Qwen3: RMSNorm, rotary positions (RoPE), grouped-query
-attention (GQA), SwiGLU. It reads and writes ordinary Hugging Face folders (config.json and safetensors).
+attention (GQA), SwiGLU, in ordinary Hugging Face folders (config.json and safetensors).
 
 Shapes, here and in every other file: B rows, T tokens, S cache slots, H query heads, K KV heads, D head
 dimension, L layers, V vocabulary, G group size, R response tokens.
@@ -10,9 +10,8 @@ The model stores no cache. `hidden` and `forward` take one as an argument: any s
 
     attend(queries (B, H, T, D), keys (B, K, T, D), values (B, K, T, D), positions (B, T)) -> (B, H, T, D)
 
-that stores the new keys and values and says what the queries see. kvcache.py holds the real ones; a test can
-pass one that applies any visibility mask it likes. Batches are padded on the right: under causal attention
-padding there changes nothing on its left, so no mask is needed.
+that stores the new keys and values and says what the queries see (kvcache.py). Batches are padded on the right:
+under causal attention padding there changes nothing on its left, so no mask is needed.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-# ------------------------------------------------------------------------------------------------------ the transformer
 
 
 def wide(x: Tensor) -> Tensor:
@@ -39,16 +35,11 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the statistics in at least fp32."""
 
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * F.rms_norm(wide(x), (x.shape[-1],), eps=self.eps).to(x.dtype)
+        return self.weight * F.rms_norm(wide(x), self.normalized_shape, eps=self.eps).to(x.dtype)
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -77,8 +68,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, (..., T, out), of x (..., T, in).
 
-    In a decode step, T = 1, the rows are multiplied as (W x^T)^T, which a CPU does faster for few rows (all products of
-    SmolLM2-135M for 8 rows: 32 ms instead of 44, `benchmarks/bench.py`).
+    In a decode step, T = 1, as (W x^T)^T: faster on a CPU (SmolLM2-135M, 8 rows: 32 ms, not 44, benchmarks/bench.py).
     """
     if x.shape[-2] > 1:
         return F.linear(x, weight, bias)
@@ -174,10 +164,9 @@ class Decoder(nn.Module):
         return self
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache=None) -> Tensor:
-        """Final hidden states (B, T, hidden) of tokens (B, T).
+        """Final hidden states (B, T, hidden) of tokens (B, T) at positions (B, T) of a sequence, by default 0, 1, ...
 
-        positions (B, T) are the tokens' places in their own sequence (0, 1, ... by default). With a cache, which takes
-        no padding, the tokens continue what it holds.
+        With a cache, which takes no padding, the tokens continue what it holds.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
@@ -228,21 +217,29 @@ class ModelConfig:
 
         Raises ValueError naming the setting if it is missing or not implemented: never an approximation.
         """
-        for key in ("model_type", *SIZES, "num_hidden_layers", "rms_norm_eps"):
-            if raw.get(key) is None:
-                raise ValueError(f"config.json has no {key!r}: is this a complete Hugging Face model folder?")
-        check({"hidden_act": "silu"} | raw, SETTINGS)
-        qwen2, bias, heads = raw["model_type"] == "qwen2", bool(raw.get("attention_bias")), raw["num_attention_heads"]
-        config = cls(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            layers=raw["num_hidden_layers"],
+        rope = read_rope(raw)
+        settings = raw | rope | {"layer_types": set(raw.get("layer_types") or ())}
+        for key, known in IMPLEMENTED.items():
+            if (value := settings.get(key)) not in known:
+                only = " or ".join(map(repr, known))
+                raise ValueError(f"config.json: {key} = {value!r} is not implemented in model.py, only {only}")
+        hidden, heads = number(raw, "hidden_size"), number(raw, "num_attention_heads")
+        kv_heads = number(raw, "num_key_value_heads", heads)
+        head_dim = number(raw, "head_dim", hidden // heads)
+        if heads % kv_heads or head_dim % 2:
+            wanted = f"num_key_value_heads {kv_heads} must divide {heads} heads, and 2 head_dim {head_dim}"
+            raise ValueError(f"config.json: {wanted}")
+        qwen2, bias = raw["model_type"] == "qwen2", bool(raw.get("attention_bias"))
+        return cls(
+            vocab_size=number(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=number(raw, "intermediate_size"),
+            layers=number(raw, "num_hidden_layers"),
             heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            norm_eps=raw["rms_norm_eps"],
-            rope=read_rope(raw),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            norm_eps=number(raw, "rms_norm_eps", kind=float),
+            rope=rope,
             tied=bool(raw.get("tie_word_embeddings")),
             qkv_bias=bias or qwen2,
             output_bias=bias and not qwen2,
@@ -250,85 +247,41 @@ class ModelConfig:
             qk_norm=raw["model_type"] == "qwen3",
             raw=raw,
         )
-        for allowed, sentence in TOGETHER:
-            if not allowed(config):
-                raise ValueError("config.json: " + sentence.format(c=config))
-        return config
 
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_NUMBERS = {  # what each rope_type needs
     "default": ["rope_theta"],
     "linear": ["rope_theta", "factor"],
     "llama3": ["rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
 }
-
-SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
-OPTIONAL = ["num_key_value_heads", "head_dim", "max_window_layers"]  # absent, null and 0 stand for "as usual"
-SWITCHES = ["tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"]
-
-OTHER = "is not implemented in model.py"
-WHOLE = "must be a whole number from 1 to 1,000,000"
-POSITIVE = (lambda v: type(v) in (int, float) and 0 < v < 1e38, "must be a positive number")  # one that fits fp32
-
-SETTINGS = (  # keys of config.json, whether a value v may stand there (None: absent), and what is said of any other
-    (["model_type"], lambda v: v in MODEL_TYPES, "is none that model.py has: " + ", ".join(MODEL_TYPES)),
-    (["num_hidden_layers"], lambda v: type(v) is int and 1 <= v <= 1_000, "must be a whole number from 1 to 1,000"),
-    (SIZES, lambda v: type(v) is int and 1 <= v <= 1_000_000, WHOLE),
-    (OPTIONAL, lambda v: not v or (type(v) is int and 1 <= v <= 1_000_000), WHOLE),
-    (SWITCHES, lambda v: v in (None, False, True), OTHER),  # the text "false" is true for Python
-    (["rms_norm_eps"], *POSITIVE),
-    (["hidden_act"], lambda v: v == "silu", OTHER),
-    (["attention_dropout"], lambda v: not v, OTHER),
-    (["quantization_config"], lambda v: v is None, OTHER),
-    (["layer_types"], lambda v: not v or (isinstance(v, list) and all(t == "full_attention" for t in v)), OTHER),
-)
-TOGETHER = (  # what holds of every ModelConfig c, and what is said of any other
-    (
-        lambda c: c.head_dim > 0 and c.head_dim % 2 == 0,
-        "head_dim = {c.head_dim} must be even and above 0: RoPE turns pairs of dimensions",
-    ),
-    (
-        lambda c: c.heads % c.kv_heads == 0,
-        "num_attention_heads = {c.heads} is not a multiple of num_key_value_heads = {c.kv_heads}",
-    ),
-    (lambda c: not slides(c.raw), "use_sliding_window or sliding_window is not implemented in model.py"),
-)
+IMPLEMENTED = {  # settings that change what a model computes, and the values that they may have here (None: absent)
+    "model_type": ("llama", "qwen2", "qwen3"),
+    "rope_type": tuple(ROPE_NUMBERS),
+    "full_attention": (None,),  # a RoPE for these layers alone
+    "partial_rotary_factor": (None, 1),
+    "layer_types": (set(), {"full_attention"}),
+    "use_sliding_window": (None, False),  # `sliding_window` alone is no window: Qwen names one that is off
+    "hidden_act": (None, "silu"),
+    "attention_dropout": (None, 0),
+    "quantization_config": (None,),
+}
 
 
-def check(settings: dict, rules) -> None:
-    """Raises ValueError naming the first setting that its rule, a row like those of SETTINGS, does not allow."""
-    for keys, allowed, sentence in rules:
-        for key in keys:
-            if not allowed(settings.get(key)):
-                raise ValueError(f"config.json: {key} = {settings.get(key)!r} {sentence}")
-
-
-def slides(raw: dict) -> bool:
-    """Whether some layer would see a window of the newest tokens only."""
-    if raw.get("layer_types") or (raw.get("max_window_layers") or 0) >= raw["num_hidden_layers"]:
-        return False  # every layer is named, or the window begins above the last one
-    # Qwen names a window that `use_sliding_window` leaves off; without that switch the number alone is one.
-    on = raw.get("use_sliding_window", raw["model_type"] == "llama" and "sliding_window" in raw)
-    return bool(on) and raw.get("sliding_window", "absent") is not None
+def number(settings: dict, key: str, default: int | None = None, kind: type = int) -> float:
+    """A positive number, whole if the kind is int; the default where it is absent, null or 0. ValueError names it."""
+    value = settings.get(key) or default
+    if type(value) not in (int, kind) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {key} = {value!r} must be a positive {'whole ' * (kind is int)}number")
+    return value
 
 
 def read_rope(raw: dict) -> dict:
-    """`ModelConfig.rope` from either dialect of config.json. Raises ValueError naming what is not implemented."""
-    given = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [{}]
-    if not all(isinstance(rope, dict) and rope == given[0] for rope in given):
-        raise ValueError("config.json: rope_parameters and rope_scaling must be objects, and equal if both are there")
-    rope = {"rope_theta": raw.get("rope_theta") or 10000.0} | given[0]
-    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    numbers = ROPE_NUMBERS.get(str(rope["rope_type"]), [])  # str: what JSON holds need not be hashable
-    check(rope, [(["rope_type"], lambda v: str(v) in ROPE_NUMBERS, OTHER), (numbers, *POSITIVE)])
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"config.json: partial_rotary_factor other than 1 {OTHER}")
-    parts = [key for key, value in rope.items() if isinstance(value, dict)]
-    if parts:
-        raise ValueError(f"config.json: rope_parameters of {parts[0]!r} alone are not implemented in model.py")
-    if rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise ValueError("config.json: low_freq_factor must be below high_freq_factor")
+    """`ModelConfig.rope` from either dialect of config.json. Raises ValueError for a number that is missing."""
+    rope = {"rope_theta": raw.get("rope_theta") or 10000.0}
+    rope |= (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+    for key in ROPE_NUMBERS.get(rope["rope_type"], []):
+        number(rope, key, kind=float)
     return rope
 
 
@@ -356,89 +309,58 @@ def read_json(path: Path) -> dict:
 
 def load_config(folder) -> ModelConfig:
     """The settings in a Hugging Face folder's config.json. Raises ValueError as `read_json` and `from_dict` do."""
-    raw = read_json(Path(folder) / "config.json")
-    try:
-        return ModelConfig.from_dict(raw)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    return ModelConfig.from_dict(read_json(Path(folder) / "config.json"))
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the single file, or else the shards that the index names."""
-    index, names = folder / INDEX, {"model.safetensors"}
-    if index.exists() and not (folder / "model.safetensors").exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise ValueError(f"{index} has no weight_map of tensors to files: download it again")
-        for name in shards.values():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{index}: weight_map names {name!r}, which is not a file of this folder")
-        names = set(shards.values())
-    files = [folder / name for name in sorted(names)]
+    files = [folder / "model.safetensors"]
+    if (folder / INDEX).exists() and not files[0].exists():
+        files = sorted({folder / name for name in read_json(folder / INDEX).get("weight_map", {}).values()})
     for file in files:
         if not file.exists():
             raise ValueError(f"{file} does not exist: the weights of {folder} are incomplete, or not in safetensors")
     return files
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """Every (file, name, tensor) of a folder, one at a time, but for the `inv_freq` buffers of old files.
-
-    Raises ValueError naming the file if it is broken or holds a name for the second time, with `model.` or without;
-    OSError if reading it fails.
-    """
-    seen: set[str] = set()
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if name.endswith("rotary_emb.inv_freq"):
-                        continue
-                    short = name.removeprefix("model.")
-                    if short in seen:
-                        raise ValueError(f"{file}: second tensor {name!r}")
-                    seen.add(short)
-                    yield file, name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
-        except OSError as error:
-            raise OSError(f"cannot read {file}: {error}") from None
-
-
-def as_parameter(stored: Tensor, shape: torch.Size, dtype: torch.dtype, device, where: str) -> Tensor:
-    """A stored tensor as the decoder holds it. ValueError says `where` it lies if it does not fit or is not finite."""
-    if stored.shape != shape:
-        raise ValueError(f"{where} has shape {tuple(stored.shape)}, config.json asks for {tuple(shape)}")
-    if stored.dtype not in FLOATS:
-        raise ValueError(f"{where} has dtype {stored.dtype}; quantized weights are not implemented")
-    tensor = stored.to(device, dtype, copy=True)  # a copy: the file may change later
-    if not tensor.isfinite().all():
-        raise ValueError(f"{where} holds values that are not finite in {dtype}")
-    return tensor
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, mapped into memory. ValueError if it is broken, else OSError."""
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a complete safetensors file ({error})") from None
+    except OSError as error:
+        raise OSError(f"cannot read {file}: {error}") from None
 
 
 def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Decoder:
     """Load a Hugging Face folder, one tensor at a time, strictly: every tensor used once, none missing.
 
-    Accepted beside the parameters: a stored `lm_head.weight` equal to a tied embedding, and the `inv_freq`
-    buffers of old files. Raises ValueError naming the file and tensor for anything else.
+    Of older files, a stored `lm_head.weight` equal to a tied embedding is accepted, and `inv_freq` buffers. Raises
+    ValueError naming the file and tensor for anything else.
     """
-    folder = Path(folder)
     with torch.device("meta"):  # shapes without memory
         decoder = Decoder(load_config(folder))
-    expected, state, stored_head = decoder.state_dict(), {}, None
-    for file, name, stored in stored_tensors(folder):
-        short = name.removeprefix("model.")
-        if short == "lm_head.weight" and decoder.config.tied:
-            stored_head = stored
-        elif short in expected:
-            state[short] = as_parameter(stored, expected[short].shape, dtype, device, f"{file}: {name}")
-        else:
-            raise ValueError(f"{file}: unexpected tensor {name!r}")
+    expected, state = decoder.state_dict(), {}
+    shapes = {"lm_head.weight": expected["embed_tokens.weight"].shape} | {name: t.shape for name, t in expected.items()}
+    for file in weight_files(Path(folder)):
+        for name, stored in read_tensors(file).items():
+            short = name.removeprefix("model.")
+            if short.endswith("rotary_emb.inv_freq"):
+                continue
+            if short not in shapes or short in state:
+                raise ValueError(f"{file}: unexpected or second tensor {name!r}")
+            if stored.shape != shapes[short] or stored.dtype not in FLOATS:
+                found, wanted = f"shape {(*stored.shape,)} and {stored.dtype}", f"{(*shapes[short],)} and floats"
+                raise ValueError(f"{file}: {name} has {found}, config.json asks for {wanted}")
+            state[short] = stored.to(device, dtype, copy=True)  # a copy: the file may change later
+            if not state[short].isfinite().all():
+                raise ValueError(f"{file}: {name} holds values that are not finite in {dtype}")
     missing = sorted(expected.keys() - state.keys())
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
-    if stored_head is not None and not torch.equal(stored_head.to(device, dtype), state["embed_tokens.weight"]):
+    embedding = state["embed_tokens.weight"]
+    if decoder.config.tied and not torch.equal(state.pop("lm_head.weight", embedding), embedding):
         raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them")
     decoder.load_state_dict(state, assign=True)
     return decoder.to(device)  # what is not stored: the frequencies
@@ -448,12 +370,10 @@ def save_model(decoder: Decoder, folder) -> None:
     """Write config.json and model.safetensors, with the names other tools expect. Keys we do not use survive."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = next(decoder.parameters()).dtype
-    raw = dict(decoder.config.raw)
-    raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    raw, dtype = decoder.config.raw, str(decoder.norm.weight.dtype).removeprefix("torch.")
+    raw = raw | {"dtype" if "dtype" in raw else "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    state = decoder.state_dict()
-    named = {name if name == "lm_head.weight" else f"model.{name}": t.contiguous() for name, t in state.items()}
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    state = {n if n == "lm_head.weight" else f"model.{n}": t.contiguous() for n, t in decoder.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # the library's own is for the owner alone
     (folder / INDEX).unlink(missing_ok=True)  # that of shards which the new file replaces

@@ -62,7 +62,7 @@ def ties_to_the_older(patch):
     """pytorch 127196: whatever top-k does, here the oldest of equals."""
 
     def choose(scores, held, budget):
-        ranked = scores.masked_fill(held.used & ~held.older, torch.inf).masked_fill(~held.used, -torch.inf)
+        ranked = scores.masked_fill(~held.older, torch.inf).masked_fill(held.positions == kvcache.EMPTY, -torch.inf)
         return ranked.argsort(dim=-1, descending=True, stable=True)[..., :budget].sort(-1).values
 
     patch.setattr(kvcache, "choose", choose)
@@ -76,7 +76,7 @@ def not_a_number_wins(patch):
 
 def forget_the_window(patch):
     """The newest tokens compete with the others."""
-    patch.setattr(kvcache.Held, "older", kvcache.Held.used)
+    patch.setattr(kvcache.Held, "older", property(lambda held: held.positions != kvcache.EMPTY))
 
 
 def forget_the_sinks(patch):
@@ -148,9 +148,9 @@ def state_stays_behind(patch):
     patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "positions"})
 
 
-def positions_stay_behind(patch):
-    """Keys move to the front, their positions do not."""
-    patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "attention"})
+def keys_stay_behind(patch):
+    """Positions move to the front, their keys do not."""
+    patch.setattr(kvcache, "PER_SLOT", {"positions", "values", "attention"})
 
 
 def rows_cut_together(patch):
@@ -187,7 +187,7 @@ def window_without_causality(patch):
 
     def timeless(held, kernel=7):
         logits = kvcache.attention_logits(held.queries, held.keys)
-        attention = logits.masked_fill(~held.used[:, :, None, None], -torch.inf).softmax(-1)
+        attention = logits.masked_fill((held.positions == kvcache.EMPTY)[:, :, None, None], -torch.inf).softmax(-1)
         return kvcache.pool_older(attention.mean(dim=(2, 3)), held, kernel)
 
     for name, policy in COMPRESSORS.items():
@@ -254,11 +254,6 @@ def dirty_slots(patch):
             self.parts[name][self.length < before, :, self.budget :] = 1.0
 
     patch.setattr(LayerCache, "_cut", leave)
-
-
-def plan_for_each_layer(patch):
-    """What is equal in all layers is computed, and copied to the device, once per layer."""
-    patch.setattr(kvcache, "lru_cache", lambda maxsize: lambda function: lambda *args: function(*args))
 
 
 def grow_by_gathering(patch):

@@ -187,8 +187,8 @@ MODELS = [
     file("model/config.json", DELETED, "model/config.json does not exist"),
     file("model/config.json", FOLDER, "cannot read model/config.json: Is a directory"),
     file("model/config.json", "{", "model/config.json is not valid JSON (Expecting property name"),
-    config({"model_type": DELETED}, "config.json has no 'model_type': is this a complete Hugging Face model"),
-    config({"model_type": "gpt2"}, "model: config.json: model_type = 'gpt2' is none that model.py has: llama"),
+    config({"model_type": DELETED}, "config.json: model_type = None is not implemented in model.py, only 'llama' or"),
+    config({"model_type": "gpt2"}, "config.json: model_type = 'gpt2' is not implemented in model.py, only 'llama'"),
     # The tokenizer, and the token that ends a response
     file(
         "model/tokenizer.json",
@@ -230,10 +230,9 @@ MODELS = [
     file(
         "model/model.safetensors",
         lambda t: t.update({NORM: torch.ones(31)}),
-        f"{NORM} has shape (31,), config.json asks for (32,)",
+        f"{NORM} has shape (31,) and torch.float32, config.json asks for (32,)",
     ),
-    index("model/model.safetensors.index.json has no weight_map of tensors to files"),
-    index("weight_map names '../a', which is not a file of this folder", weight_map={NORM: "../a"}),
+    index("model: 21 tensors are missing, the first is 'embed_tokens.weight'"),
     index("model/two.safetensors does not exist: the weights", weight_map={NORM: "two.safetensors"}),
 ]
 
