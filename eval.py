@@ -15,13 +15,14 @@ from tokenizers import Tokenizer
 
 import runs
 import task
+from answers import EXTRACTORS, extract_answer, is_correct
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, ModelConfig, load_config, load_model
 from rollout import rollout_batches
 from runs import megabytes, option, table
-from task import ASSETS, Prompt, Reward, extract_answer, is_correct, load_problems
+from task import ASSETS, Prompt, Reward, load_problems
 
-__all__ = ["evaluate", "extract_answer", "is_correct", "load_problems"]  # the last three live in task.py
+__all__ = ["evaluate", "extract_answer", "is_correct", "load_problems"]  # answers.py, task.py
 
 # From the paper's released evaluation: temperature, nucleus, the last number where there is no box, and 32 samples of
 # the two small sets, one elsewhere. It asks in plain text and stops at 8,192 or 16,384 tokens: the chat template, the
@@ -71,7 +72,7 @@ class EvalConfig(Shared):
     samples: int = option(1, "responses to each problem; above 1: mean@k (accuracy) and unbiased pass@k", at_least=1)
     temperature: float = option(0.0, "0 is greedy; the paper evaluates at 0.8", at_least=0, below=math.inf)
     top_p: float = option(1.0, "nucleus; the paper evaluates at 0.95", at_least=1e-6, at_most=1)
-    extract: str = option("boxed", "last-number takes the last number of a text without a box", choices=task.EXTRACTORS)
+    extract: str = option("boxed", "last-number takes the last number of a text without a box", choices=EXTRACTORS)
     rows: int = option(128, "responses sampled at a time (at least a problem's): memory against speed", at_least=1)
     reward: str = option("", "FILE.py:NAME, a function (response, answer) -> float, reported beside accuracy")
     out: str = option("", "folder for the responses and results; default runs/eval-<time>")
@@ -140,12 +141,12 @@ def evaluate(
 ) -> tuple[dict, list[dict]]:
     """Accuracy of `samples` responses to each prompt: (summary, one record a response).
 
-    extract: how the answer is found, one of task.EXTRACTORS. reward: its mean is reported too. settings: those of
+    extract: how the answer is found, one of answers.EXTRACTORS. reward: its mean is reported too. settings: those of
     `rollout_batches`. The standard error is over problems, None for a single one.
     """
     ids, generator = [prompt.ids for prompt in prompts], torch.Generator().manual_seed(seed)
     r = rollout_batches(model, ids, group_size=samples, eos_ids=eos_ids, generator=generator, **settings)
-    records, find = [], task.EXTRACTORS[extract]
+    records, find = [], EXTRACTORS[extract]
     for i in range(len(r.tokens)):
         prompt, text = prompts[i // samples], task.response_text(tokenizer, r.response(i), eos_ids)
         record = {"problem": i // samples, "prompt": prompt.text, "response": text, "extracted": find(text)}

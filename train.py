@@ -29,12 +29,13 @@ from tqdm import tqdm
 import grpo
 import runs
 import task
+from answers import is_correct
 from eval import Inputs, Shared, dense_and_sparse, details, read_inputs
 from kvcache import COMPRESSORS
 from model import Decoder, ModelConfig, load_model, weight_files
 from rollout import Rollout, cache_for, dense_logprobs, memory, micro_batches, rescore, rollout_batches
 from runs import megabytes, option
-from task import ASSETS, Reward, is_correct
+from task import ASSETS, Reward
 
 
 def free(settings: dict) -> set[str]:

@@ -24,8 +24,9 @@ from pathlib import Path
 from math_verify import parse, verify
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from answers import EXTRACTORS, is_correct, is_equal
 from runs import table
-from task import EXTRACTORS, is_correct, is_equal, reference_answer
+from task import reference_answer
 
 PAIRS = Path(__file__).resolve().parent.parent / "tests" / "answer_pairs.jsonl"
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from claim import shown
 
+from answers import is_correct
 from eval import names as policies
 from experiments.commas import numbers
 from grpo import mismatch_metrics
@@ -40,7 +41,6 @@ from task import (
     ASSETS,
     TEMPLATE,
     all_ends,
-    is_correct,
     load_problems,
     load_template,
     load_tokenizer,

@@ -1,4 +1,4 @@
-"""Which answers are found and which are equal (task.py): the reward.
+"""Which answers are found and which are equal (answers.py): the reward.
 
 answer_pairs.jsonl holds pairs made from the references of seven benchmarks, labelled by hand before the rules were
 written: `a` is the reference, `b` an answer. benchmarks/answers.py compares them with math-verify.
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-import task
+import answers
+from answers import EXTRACTORS, LONGEST_ANSWER, REWRITES, STANDARD, extract_answer, is_correct, is_equal, normalise
 from eval import EvalConfig
-from task import EXTRACTORS, LONGEST_ANSWER, REWRITES, STANDARD, extract_answer, is_correct, is_equal, normalise
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("answer_pairs.jsonl").read_text().splitlines()]
 NOT_SEEN = {  # equal, but seen only by algebra, or by a guess
@@ -538,7 +538,7 @@ def test_each_rewrite_does_what_its_example_says_and_is_needed(rule, monkeypatch
     before, after = example.split(" -> ")
     assert re.sub(pattern, replacement, before) == after
     assert normalise(before) == normalise(after)
-    monkeypatch.setattr(task, "REWRITES", rewrites(name))
+    monkeypatch.setattr(answers, "REWRITES", rewrites(name))
     assert normalise(before) != normalise(after)
 
 
@@ -546,34 +546,34 @@ def test_each_rewrite_does_what_its_example_says_and_is_needed(rule, monkeypatch
 def test_each_spelling_stands_for_its_standard_and_is_needed(other, one, monkeypatch):
     """Between letters, so that what is written without a space cannot swallow the next letter."""
     assert normalise(f"x {other} y") == normalise(f"x {one} y")
-    monkeypatch.setattr(task, "STANDARD", {key: value for key, value in task.STANDARD.items() if key != other})
+    monkeypatch.setattr(answers, "STANDARD", {key: value for key, value in answers.STANDARD.items() if key != other})
     assert normalise(f"x {other} y") != normalise(f"x {one} y")
 
 
-def differs_only_in(field: str, agree=task.agree):
+def differs_only_in(field: str, agree=answers.agree):
     """A judge for whom this field of both does not count."""
     return lambda a, b: agree(a._replace(**{field: ""}), b._replace(**{field: ""}))
 
 
-def as_float(text, term=task.term):
+def as_float(text, term=answers.term):
     number, *rest = term(text)
     return Fraction(float(number)), *rest
 
 
-def rounded(text, term=task.term):
+def rounded(text, term=answers.term):
     number, *rest = term(text)
     return round(number, 6), *rest
 
 
-def one_kind_of_bracket(kind, pieces, collect=task.collect):
+def one_kind_of_bracket(kind, pieces, collect=answers.collect):
     return collect("()" if kind in ("[]", "[)", "(]") else kind, pieces)
 
 
-def tuples_sorted(kind, pieces, collect=task.collect):
+def tuples_sorted(kind, pieces, collect=answers.collect):
     return collect(kind, sorted(pieces))
 
 
-def sets_in_order(kind, pieces, collect=task.collect):
+def sets_in_order(kind, pieces, collect=answers.collect):
     return collect("()" if kind == "{}" else kind, pieces)
 
 
@@ -592,7 +592,7 @@ WRONG = {  # what to patch, the wrong variant, a pair on which it errs and wheth
     "special tokens go": ("REWRITES", added(r"<\|.*?\|>"), "4<|im_start|>2", "42", False),
     "no units": ("UNIT", NEVER, r"5\text{ cm}", "5", True),
     "every word is a known unit": ("UNITS", WORD, r"3\text{ bolts}", "3", False),
-    "percent is a mere unit": ("STANDARD", task.STANDARD | {r"\%": r"\text{unit}"}, r"50\%", "0.5", True),
+    "percent is a mere unit": ("STANDARD", answers.STANDARD | {r"\%": r"\text{unit}"}, r"50\%", "0.5", True),
     "units are ignored": ("agree", differs_only_in("unit"), r"5.4 \text{ cents}", r"\$5.4", False),
     "names are ignored": ("agree", differs_only_in("name"), "$x=9$", "y=9", False),
     "or is a comma": ("is_statement", lambda text, members: False, "x=1 or y=2", "x=1, y=2", False),
@@ -610,7 +610,7 @@ def test_wrong_variant_is_caught(name, monkeypatch):
     """Its verdict on the pair is the opposite of the right one."""
     attribute, variant, a, b, equal = WRONG[name]
     assert is_equal(a, b) is equal
-    monkeypatch.setattr(task, attribute, variant)
+    monkeypatch.setattr(answers, attribute, variant)
     assert is_equal(a, b) is not equal
 
 

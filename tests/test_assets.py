@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
+from answers import extract_answer
 from model import load_model
-from task import ASSETS, extract_answer, load_problems, load_tokenizer, prepare
+from task import ASSETS, load_problems, load_tokenizer, prepare
 
 sys.path.insert(0, str(ASSETS))
 import make_bundled

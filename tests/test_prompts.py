@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import eval as evaluation
 import train
+from answers import is_correct
 from task import (
     INSTRUCTION,
     Problem,
     all_ends,
-    is_correct,
     load_problems,
     load_template,
     load_tokenizer,
