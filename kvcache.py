@@ -20,6 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from model import causal_attention, wide
 
@@ -285,7 +286,7 @@ class LayerCache:
         if self.evicted_at is not None:
             row, head, slot = (held.positions != EMPTY).scatter(2, survivors, False).nonzero(as_tuple=True)
             place = held.ids[row], head, held.positions[row, head, slot].long()
-            self.evicted_at[place] = held.seen[row].int()
+            self.evicted_at[place] = held.seen[row].to(self.evicted_at.dtype)
         row = torch.arange(len(self.length), device=seen.device)[rows][:, None, None]
         head = torch.arange(survivors.shape[1], device=seen.device)[:, None]
         for name in PER_SLOT & source.keys():
@@ -381,11 +382,54 @@ class KVCache:
         return order
 
     def record(self, max_length: int) -> None:
-        """From now on write down when each key goes: layer.evicted_at (B, K, max_length) int32, dropped rows included.
+        """From now on write down when each key goes: layer.evicted_at (B, K, max_length), dropped rows included.
 
-        By the tokens seen until then, or EMPTY: the query at p sees the key at j where j <= p < evicted_at[j].
+        By the tokens seen until then: the query at p sees the key at j where j <= p < evicted_at[j]. A key that stays
+        has the largest number of the dtype, which is int16 if the lengths allow it, else int32.
         """
+        dtype = record_dtype(max_length)
         for layer in self.layers:
-            positions = layer.parts["positions"]
-            layer.evicted_at = positions.new_full((*positions.shape[:2], max_length), EMPTY)
-            layer.parts["ids"] = torch.arange(len(positions), device=positions.device)
+            B, K, device = *layer.parts["positions"].shape[:2], layer.parts["positions"].device
+            layer.evicted_at = torch.full((B, K, max_length), torch.iinfo(dtype).max, dtype=dtype, device=device)
+            layer.parts["ids"] = torch.arange(B, device=device)
+
+
+# ----------------------------------------------------------------------------------------------------- replay
+
+
+def record_dtype(max_length: int) -> torch.dtype:
+    """The smallest integers that count max_length tokens and have one to spare, for a key that stays."""
+    return torch.int16 if max_length < torch.iinfo(torch.int16).max else torch.int32
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A layer's recorded evictions in the place of its cache: every query sees again what it saw while sampling.
+
+    One forward of the whole sequences, padded on the right, then gives the sampler's own log-probs and, with gradient,
+    the sparse policy's: which keys survive is piecewise constant in the weights, so the choice itself has none.
+    """
+
+    evicted_at: Tensor  # (B, K, at least T), see KVCache.record
+    chunk: int = 256  # queries at a time, so that T x T masks never exist
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        """Attention of queries (B, H, T, D) to keys and values (B, K, T, D), those of whole sequences: (B, H, T, D)."""
+        seen, outs = 0, []
+        for some in queries.split(self.chunk, dim=2):  # (B, H, t, D), behind `seen` others
+            seen += some.shape[2]
+            held = keys[:, :, :seen], values[:, :, :seen], self.evicted_at[:, :, :seen]
+            # the backward pass computes a chunk again: what is kept for it has no mask
+            outs.append(checkpoint(replay_attention, some, *held, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(outs, dim=2)
+
+
+def replay_attention(queries: Tensor, keys: Tensor, values: Tensor, evicted_at: Tensor) -> Tensor:
+    """Attention of the newest queries (B, H, t, D) of S tokens to the keys and values (B, K, S, D) each of them saw."""
+    (H, t), (K, S) = queries.shape[1:3], keys.shape[1:3]
+    place = torch.arange(S, device=keys.device)
+    query = place[-t:, None]
+    visible = (place <= query) & (query < evicted_at[:, :, None])  # (B, K, t, S)
+    grouped = queries.unflatten(1, (K, H // K)).flatten(2, 3)  # (B, K, H/K * t, D): the heads of a KV head in a row
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible.repeat(1, 1, H // K, 1))
+    return out.unflatten(2, (H // K, t)).flatten(1, 2)  # (B, H, t, D)

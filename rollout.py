@@ -1,8 +1,9 @@
-"""Batched sampling with a compressed KV cache, and dense scoring of what was sampled.
+"""Batched sampling with a compressed KV cache, and scoring of what was sampled.
 
 `rollout` samples G responses to each prompt and records `logp_sparse`, the log-prob of each sampled token under the
-policy that sampled it: the model's weights, attending to the compressed cache. `rescore` and `dense_logprobs` give the
-log-probs of the same tokens, at the same temperature, under dense attention: logp_old, logp_ref and logp.
+policy that sampled it: the model's weights, attending to the compressed cache. `rescore` and `response_logprobs` give
+the log-probs of the same tokens, at the same temperature, under dense attention: logp_old, logp_ref and logp. Or, for
+the replay learner, under the recorded evictions.
 
 Responses are rows N = prompts * G, in the order of the prompts (AABB). Row i's token t is drawn by inverse CDF with
 its own uniform number u[i, t], drawn on the CPU before sampling starts. So, but for rounding, a response depends
@@ -25,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from kvcache import EMPTY, KVCache
+from kvcache import KVCache, Replay, record_dtype
 from model import Decoder, ModelConfig, wide
 
 
@@ -84,12 +85,14 @@ class Rollout:
 
         names = ("tokens", "prompt_lengths", "response_lengths", "logp_sparse", "finished")
         records = [part.evicted_at for part in parts if part.evicted_at is not None]
+        dtype = max((record[0].dtype for record in records), key=lambda dtype: dtype.itemsize, default=torch.int16)
+        records = [[layer.to(dtype) for layer in record] for record in records]
         return replace(
             max(parts, key=lambda part: sum(part.cache_bytes.values())),
             **{name: rows([getattr(part, name) for part in parts]) for name in names},
             cached_tokens=sum(part.cached_tokens for part in parts),
             seconds=sum(part.seconds for part in parts),
-            evicted_at=[rows(layer, EMPTY) for layer in zip(*records, strict=True)] or None,
+            evicted_at=[rows(layer, torch.iinfo(dtype).max) for layer in zip(*records, strict=True)] or None,
         )
 
 
@@ -270,15 +273,19 @@ def token_logprobs(
     return tuple(torch.cat(parts).view(targets.shape) for parts in zip(*outputs, strict=True))
 
 
-def dense_logprobs(decoder: Decoder, r: Rollout, rows: Tensor, *, entropy: bool = False) -> tuple[Tensor, ...]:
-    """`token_logprobs` of these responses under dense attention, (rows, R) each, on the decoder's device.
+def response_logprobs(
+    decoder: Decoder, r: Rollout, rows: Tensor, *, replay: bool = False, entropy: bool = False
+) -> tuple[Tensor, ...]:
+    """`token_logprobs` of these responses, (rows, R) each, on the decoder's device: dense, or under their evictions.
 
-    At the temperature of the rollout, with gradient where it is enabled; 0 in the padding.
+    At the temperature of the rollout, with gradient where it is enabled; 0 in the padding. replay: each query attends
+    to what it saw while sampling, which takes a rollout with a record.
     """
     device = decoder.embed_tokens.weight.device
     mask = r.mask[rows].to(device)  # (rows, R)
     tokens = r.tokens[rows, : int(r.lengths[rows].max())].to(device)  # (rows, T)
-    hidden = decoder.hidden(tokens)  # (rows, T, hidden)
+    record = [Replay(evicted_at[rows].to(device)) for evicted_at in r.evicted_at] if replay else None
+    hidden = decoder.hidden(tokens, cache=record)  # (rows, T, hidden)
     row, step = mask.nonzero(as_tuple=True)  # (M,) each
     before = r.prompt_lengths[rows].to(device)[row] + step - 1  # the place whose logits predict the token
     how = {"temperature": r.temperature, "entropy": entropy}
@@ -298,11 +305,11 @@ def micro_batches(rows: Tensor, lengths: Tensor, micro_tokens: int) -> Iterator[
 
 
 @torch.no_grad()
-def rescore(decoder: Decoder, r: Rollout, micro_tokens: int) -> tuple[Tensor, Tensor]:
-    """Dense log-probs (logp_old or logp_ref) and entropies (N, R) of a rollout, on the CPU, without gradient."""
+def rescore(decoder: Decoder, r: Rollout, micro_tokens: int, *, replay: bool = False) -> tuple[Tensor, Tensor]:
+    """`response_logprobs` (logp_old or logp_ref) and entropies (N, R) of all, on the CPU, without gradient."""
     logp, entropy = torch.zeros_like(r.logp_sparse), torch.zeros_like(r.logp_sparse)
     for rows in tqdm(list(micro_batches(torch.arange(len(r.tokens)), r.lengths, micro_tokens)), "scoring", leave=False):
-        logp[rows], entropy[rows] = (x.cpu() for x in dense_logprobs(decoder, r, rows, entropy=True))
+        logp[rows], entropy[rows] = (x.cpu() for x in response_logprobs(decoder, r, rows, replay=replay, entropy=True))
     return logp, entropy
 
 
@@ -316,6 +323,7 @@ def memory(
     micro_tokens: int,
     gradient_checkpointing: bool = False,
     kl_coef: float = 0.0,
+    replay: bool = False,
 ) -> dict[str, int]:
     """Bytes that training on sequences of at most `longest` tokens needs at its peaks, by part. Nothing is allocated.
 
@@ -338,6 +346,7 @@ def memory(
         "optimizer": 8 * parameters,
         "reference": e * parameters if kl_coef else 0,
         "activations": c.layers * kept + max(head, mlp + again),
+        "record": c.layers * c.kv_heads * rows * longest * record_dtype(longest).itemsize if replay else 0,
         "cache": sum(cache_for(c, rows, longest, **cache, **how).nbytes.values()),
         "dense cache": sum(cache_for(c, rows, longest, compressor="full", **how).nbytes.values()),
     }

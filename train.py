@@ -16,6 +16,7 @@ import inspect
 import math
 import random
 import signal
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -33,9 +34,12 @@ from answers import is_correct
 from eval import Inputs, Shared, dense_and_sparse, details, read_inputs
 from kvcache import COMPRESSORS
 from model import Decoder, ModelConfig, load_model, weight_files
-from rollout import Rollout, cache_for, dense_logprobs, memory, micro_batches, rescore, rollout_batches
+from rollout import Rollout, cache_for, memory, micro_batches, rescore, response_logprobs, rollout_batches
 from runs import megabytes, option
 from task import ASSETS, Reward
+
+LEARNERS = ("dense", "replay")
+DENSE_EVERY = 5  # steps: how often a replay run scores densely, to report how far its sampler is from the dense policy
 
 
 def free(settings: dict) -> set[str]:
@@ -66,6 +70,7 @@ class Config(Shared):
     temperature: float = option(1.0, "of the sampler and of every log-prob", at_least=1e-3, below=math.inf)
     rollout_rows: int = option(256, "responses sampled at a time: memory against speed", at_least=1)
     # The objective
+    learner: str = option("dense", "replay: the learner attends to what the sampler attended to", choices=LEARNERS)
     correction: str = option("sparse-rl", "which corrections apply (grpo.py)", choices=grpo.CORRECTIONS)
     epsilon: float = option(1e-4, "a response with some ratio xi below this is rejected", above=0, below=1)
     xi_cap: float | None = option(None, "truncate the weights xi at this value", float, above=0, at_most=1e30)
@@ -97,6 +102,11 @@ class Config(Shared):
         super().__post_init__()
         if self.prompts % self.updates:
             raise ValueError(f"--updates must divide the {self.prompts} prompts of a step, not {self.updates}")
+
+    @property
+    def replay(self) -> bool:
+        """Whether the learner attends to what the sampler attended to; without eviction that is everything."""
+        return self.learner == "replay" and self.compressor != "full"
 
     @property
     def rows(self) -> int:
@@ -136,6 +146,7 @@ def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward,
     asked = [problems[i] for i in pick_problems(len(problems), config.prompts, step, config.seed)]
     how = config.cache | config.some("group_size", "max_new_tokens", "temperature") | {"rows": config.rollout_rows}
     how |= {"eos_ids": inputs.eos_ids, "generator": generator(config.seed, "rollout", step), "progress": True}
+    how |= {"record": config.replay}
     r = rollout_batches(weights.decoder, [prompt.ids for prompt in asked], **how)
     asked = [prompt for prompt in asked for _ in range(config.group_size)]  # N, the prompt of each response
     texts = [task.response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in range(len(asked))]
@@ -143,10 +154,16 @@ def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward,
     advantages = grpo.group_advantages(rewards, config.group_size, normalize_std=config.normalize_std)  # (N,)
 
     scoring = time.perf_counter()
-    logp_old, entropy = rescore(weights.decoder, r, config.micro_tokens)  # (N, R) each
+    score = functools.partial(rescore, r=r, micro_tokens=config.micro_tokens)
+    logp_old, entropy = score(weights.decoder, replay=config.replay)  # (N, R) each
     scored = {"logp_old": logp_old, "advantages": advantages}
     if weights.reference:
-        scored["logp_ref"], _ = rescore(weights.reference, r, config.micro_tokens)
+        scored["logp_ref"], _ = score(weights.reference, replay=config.replay)
+    dense = {}
+    if config.replay and step % DENSE_EVERY == 0:  # logp_old is the sampler's own, and says nothing of the dense policy
+        logp_dense, _ = score(weights.decoder)
+        found = grpo.mismatch_metrics(logp_dense, r.logp_sparse, r.mask, config.epsilon)
+        dense = {f"dense_{name}": found[name] for name in ("sampler_kl", "rejected", "xi_p01")}
 
     updating = time.perf_counter()
     accepted, learned = learn(config, weights, r, scored)
@@ -156,6 +173,7 @@ def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward,
         "step": step + 1,
         **grpo.reward_metrics(rewards, config.group_size),
         **grpo.mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon),
+        **dense,
         "entropy": float(entropy[r.mask].nanmean().nan_to_num()),
         **learned,
         "tokens": int(r.response_lengths.sum()),
@@ -203,7 +221,7 @@ def update(
     weights.optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
     for part in tqdm(list(micro_batches(needed, r.lengths[rows], config.micro_tokens)), desc="update", leave=False):
-        (logp,) = dense_logprobs(weights.decoder, r, rows[part])  # (b, R), with gradient
+        (logp,) = response_logprobs(weights.decoder, r, rows[part], replay=config.replay)  # (b, R), with gradient
         given = {name: x[rows[part]].to(device) for name, x in scored.items()}
         how = {"clip": (config.clip_low, config.clip_high), "kl_coef": config.kl_coef}
         loss, metrics = grpo.surrogate_loss(logp, c[part].to(device), **given, **how)
@@ -308,9 +326,12 @@ def summary(config: Config, folder: Path) -> str:
         if found := {e["decoding"]: e for e in evaluations if e["step"] == step}:
             problems = f"{found['dense']['problems']} held-out problems of {config.eval_data}"
             lines += [f"step {step}, greedy decoding of {problems}", details(found), ""]
-    mean = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+    mean = {name: statistics.fmean(m[name] for m in metrics if name in m) for name in metrics[0]}
     if config.compressor != "full" and mean["kv_saved"] == 0:
         lines.append("nothing was evicted, so this was dense GRPO: lower --budget or --buffer")
+    if "dense_sampler_kl" in mean:
+        shown = "sampler KL {dense_sampler_kl:.4f}, rejected {dense_rejected:.1%}"
+        lines.append(f"to the dense policy, every {DENSE_EVERY} steps: {shown.format(**mean)}; to the replay learner:")
     seconds = {name: len(metrics) * mean[f"{name}_seconds"] for name in ("rollout", "scoring", "update")}
     cache, dense = (megabytes(max(m[name] for m in metrics)) for name in ("cache_bytes", "dense_bytes"))
     lines += [
@@ -331,9 +352,11 @@ def plan(config: Config, inputs: Inputs) -> str:
     """What a step will hold and do, before any weights are loaded."""
     lengths, held_out = [len(prompt.ids) for prompt in inputs.prompts["data"]], len(inputs.prompts["eval_data"])
     longest, most = max(lengths) + config.max_new_tokens, config.prompts * config.group_size * config.max_new_tokens
-    how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef") | {"dtype": getattr(torch, config.dtype)}
+    how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef", "replay")
+    how |= {"dtype": getattr(torch, config.dtype)}
     need = memory(inputs.model, config.cache, config.rows, longest, **how)
     parameters, cache, dense = (need.pop(name) for name in ("parameters", "cache", "dense cache"))
+    learner = f"{config.learner} is dense here: nothing is evicted" if config.compressor == "full" else config.learner
     lines = [
         f"model     {config.model}: {parameters:,} parameters, {config.dtype}",
         "memory    " + ", ".join(f"{name} {megabytes(size)}" for name, size in need.items() if size) + " (estimates)",
@@ -343,6 +366,7 @@ def plan(config: Config, inputs: Inputs) -> str:
         f"({most:,} in all), {config.updates} update(s); {config.steps} steps",
         f"KV cache  {config.compressor} {megabytes(cache)}, dense {megabytes(dense)} ({config.rows} rows at once)",
         f"eviction  {eviction(config, inputs.model, longest)}",
+        f"learner   {learner}",
     ]
     return "\n".join(lines)
 

@@ -49,7 +49,7 @@ def series(run: dict, column: str) -> dict[int, float]:
         return {
             e["step"]: e["accuracy"] for e in run["evaluations"] if (e["decoding"] == "dense") == (column == "dense")
         }
-    return {m["step"]: m[column] for m in run["metrics"]}
+    return {m["step"]: m[column] for m in run["metrics"] if column in m}
 
 
 def pyplot():

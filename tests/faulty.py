@@ -79,18 +79,22 @@ def chunks_kept_for_the_backward(hidden, head, targets, *, temperature=1.0, chun
 
 def scored_one_place_late(decoder, r, rows, **settings):
     """A token is scored by the logits that follow it."""
-    late = SimpleNamespace(**vars(decoder) | {"hidden": lambda tokens: decoder.hidden(tokens).roll(-1, 1)})
-    return rollout.dense_logprobs(late, r, rows, **settings)
+
+    def hidden(tokens, cache):
+        return decoder.hidden(tokens, cache).roll(-1, 1)
+
+    late = SimpleNamespace(**vars(decoder) | {"hidden": hidden})
+    return rollout.response_logprobs(late, r, rows, **settings)
 
 
 def temperature_forgotten(decoder, r, rows, **settings):
     """The learner forgets the temperature of the sampler (trl PR 3029, 4159)."""
-    return rollout.dense_logprobs(decoder, replace(r, temperature=1.0), rows, **settings)
+    return rollout.response_logprobs(decoder, replace(r, temperature=1.0), rows, **settings)
 
 
 def first_rows_scored(decoder, r, rows, **settings):
     """As many rows as were asked for, and not those."""
-    return rollout.dense_logprobs(decoder, r, torch.arange(len(rows)), **settings)
+    return rollout.response_logprobs(decoder, r, torch.arange(len(rows)), **settings)
 
 
 # --------------------------------------------------------------------------------------------- ratio and rejection

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from kvcache import EMPTY
 from model import Decoder, ModelConfig
 from rollout import Rollout
 
@@ -113,7 +112,7 @@ def held_after(evicted_at: list[int], seen: int) -> list[int]:
 
 def cut_times(evicted_at: list[int]) -> list[int]:
     """How many tokens had been seen at each cut of a row's KV head; evicted_at is its record."""
-    return sorted(set(evicted_at) - {EMPTY})
+    return sorted(time for time in set(evicted_at) if time < torch.iinfo(torch.int16).max)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:

@@ -22,9 +22,9 @@ CAUGHT_BY = {
     "scored_at_temperature_one": scoring.test_logprobs_are_taken_at_the_sampling_temperature,
     "all_logits_at_once": scoring.test_never_more_logits_than_one_chunk,
     "chunks_kept_for_the_backward": scoring.test_never_more_logits_than_one_chunk,
-    "scored_one_place_late": scoring.test_dense_logprobs_score_each_token_from_the_place_before,
-    "temperature_forgotten": scoring.test_dense_logprobs_score_each_token_from_the_place_before,
-    "first_rows_scored": scoring.test_dense_logprobs_score_each_token_from_the_place_before,
+    "scored_one_place_late": scoring.test_response_logprobs_score_each_token_from_the_place_before,
+    "temperature_forgotten": scoring.test_response_logprobs_score_each_token_from_the_place_before,
+    "first_rows_scored": scoring.test_response_logprobs_score_each_token_from_the_place_before,
     # ratio and rejection
     "veto_by_product": facts.test_long_harmless_drift_is_accepted,
     "veto_by_mean": facts.test_smallest_single_ratio_decides,

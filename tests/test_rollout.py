@@ -437,7 +437,7 @@ def toy_decoder(V=11, width=4):
     g = torch.Generator().manual_seed(0)
     embedding, matrix = (torch.randn(V, width, generator=g, dtype=torch.float64).requires_grad_() for _ in range(2))
     return SimpleNamespace(
-        hidden=lambda tokens: embedding[tokens].cumsum(1),
+        hidden=lambda tokens, cache: embedding[tokens].cumsum(1),
         head=lambda h: h @ matrix.T,
         parameters=[embedding, matrix],
         embed_tokens=SimpleNamespace(weight=embedding),
@@ -512,24 +512,24 @@ def test_never_more_logits_than_one_chunk(token_logprobs=module.token_logprobs):
     assert sorted(rows) == sorted(2 * [7, 7, 7, 7, 2])
 
 
-def test_dense_logprobs_score_each_token_from_the_place_before(dense_logprobs=module.dense_logprobs):
+def test_response_logprobs_score_each_token_from_the_place_before(response_logprobs=module.response_logprobs):
     """Token t of a response is predicted at prompt + t - 1; the rest is 0; values and gradients as token by token."""
     decoder, prompts, lengths = toy_decoder(), [3, 1, 5, 2], [4, 3, 0, 1]
     r = recorded(torch.randint(11, (4, 9), generator=seeded(1)), prompts, lengths, temperature=0.7)
     rows = torch.tensor([2, 0, 3])  # some of the responses, in another order
-    logp, entropy = dense_logprobs(decoder, r, rows, entropy=True)
+    logp, entropy = response_logprobs(decoder, r, rows, entropy=True)
 
     expected, spread = torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)
     for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
         for t in range(n):
-            row = (decoder.head(decoder.hidden(r.tokens[i : i + 1, : p + t])[0, -1]) / 0.7).log_softmax(-1)
+            row = (decoder.head(decoder.hidden(r.tokens[i : i + 1, : p + t], cache=None)[0, -1]) / 0.7).log_softmax(-1)
             expected[i, t], spread[i, t] = row[r.tokens[i, p + t]], -(row.exp() * row).sum().detach()
     assert_close(logp, expected[rows])
     assert_close(entropy, spread[rows])
     assert not logp[~r.mask[rows]].any() and not entropy[~r.mask[rows]].any()
     got, want = (torch.autograd.grad((x**2).sum(), decoder.parameters) for x in (logp, expected[rows]))
     assert_close(got, want)
-    assert torch.equal(dense_logprobs(decoder, r, rows)[0], logp)
+    assert torch.equal(response_logprobs(decoder, r, rows)[0], logp)
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 12, 20, 1000])
@@ -540,7 +540,7 @@ def test_scores_do_not_depend_on_the_micro_batches(micro_tokens):
     logp, entropy = module.rescore(decoder, r, micro_tokens)
     assert not logp.requires_grad and not entropy.requires_grad
     for i in range(5):
-        expected = module.dense_logprobs(decoder, r, torch.tensor([i]), entropy=True)
+        expected = module.response_logprobs(decoder, r, torch.tensor([i]), entropy=True)
         assert_close((logp[i : i + 1], entropy[i : i + 1]), tuple(x.detach() for x in expected))
 
 
