@@ -4,7 +4,8 @@
     python experiments/claim.py --full     six arms, five seeds
     python experiments/claim.py --map      naive, sparse-rl and dense over budgets and learning rates, two seeds
     python experiments/claim.py --ideas    changes to sparse-rl, and a smaller learning rate for comparison, five seeds
-    python experiments/claim.py --serve    the models of --full and --ideas, decoded dense and with compressed caches
+    python experiments/claim.py --learners dense, naive, sparse-rl and the replay learner, two learning rates, ten seeds
+    python experiments/claim.py --serve    the models of the others, decoded dense and with compressed caches
 
 Every run is `python train.py ... --threads 1` (or eval.py) in a process of its own, --workers at a time. Started again,
 it goes on where it stopped. In --out: NAME.json (settings, every metric, every evaluation of a run), runs/NAME (its
@@ -71,8 +72,11 @@ IDEAS = {  # sparse-rl with one change each (a third, and its end: see the READM
     "step-by-survivors": {"correction": "sparse-rl", "scale_step": True},
     "xi-cap-1.5": {"correction": "sparse-rl", "xi_cap": 1.5},
 }
+REPLAY = {"replay": {"correction": "sparse-rl", "learner": "replay"}}  # rejects nothing while its xi is 1
 THREE = ("dense", "naive", "sparse-rl")
 SEEDS = (1, 2, 3, 4, 5)
+LEARNERS = (*THREE, *REPLAY)
+LEARNER_SEEDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)  # at LR and at CONTROL_LR
 MAP_BUDGETS, MAP_LRS, MAP_SEEDS = (64, 72, 84), (5e-4, 1e-3, 2.5e-4), (1, 2)
 SERVE_POLICIES, SERVE_BUDGETS, SERVE_LIMIT = "snapkv,rkv,streaming", (64, 72, 84), 100
 
@@ -91,6 +95,9 @@ def collapsed(run: dict) -> bool:
 # ------------------------------------------------------------------------------------------------- the plan
 
 
+PARTS = ("full", "map", "ideas", "learners", "serve")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Which part of the experiment runs, and where it goes."""
@@ -98,21 +105,22 @@ class Settings:
     full: bool = option(False, f"the headline: all of {', '.join(ARMS)}, five seeds")
     map: bool = option(False, "budgets x learning rates, two seeds")
     ideas: bool = option(False, f"sparse-rl with one change each ({', '.join(IDEAS)}) and smaller steps, five seeds")
-    serve: bool = option(False, "evaluate the final models of --full and --ideas, dense and compressed")
+    learners: bool = option(False, f"{', '.join(LEARNERS)} at two learning rates, ten seeds")
+    serve: bool = option(False, "evaluate the final models of the others, dense and compressed")
     seeds: str = option("", "other seeds, with commas between")
     workers: int = option(0, "processes at a time, one thread each; 0 takes the number of cores", at_least=0)
     out: str = option("runs/claim", "folder of runs and results")
 
     def __post_init__(self):
         check_options(self)
-        if self.full + self.map + self.ideas + self.serve > 1:
-            raise ValueError("--full, --map, --ideas and --serve are separate parts: give one")
+        if sum(getattr(self, part) for part in PARTS) > 1:
+            raise ValueError(f"{', '.join(map(flag, PARTS))} are separate parts: give one")
         self.seeds_or(())
 
     @property
     def part(self) -> str:
         """The name of the part, and of its results."""
-        return next((name for name in ("full", "map", "ideas", "serve") if getattr(self, name)), "default")
+        return next((name for name in PARTS if getattr(self, name)), "default")
 
     def seeds_or(self, fixed: tuple[int, ...]) -> list[int]:
         """The seeds given, else the fixed ones."""
@@ -121,7 +129,7 @@ class Settings:
 
 def run_settings(arm: str, seed: int, budget: int, lr: float) -> dict:
     """The train.py settings of a run; dense has no budget."""
-    settings = BASE | (ARMS | IDEAS)[arm] | {"lr": lr, "seed": seed}
+    settings = BASE | (ARMS | IDEAS | REPLAY)[arm] | {"lr": lr, "seed": seed}
     return settings if settings["compressor"] == "full" else settings | {"budget": budget}
 
 
@@ -138,14 +146,19 @@ def labelled(arm: str, lr: float) -> str:
 
 def planned(config: Settings) -> dict[str, tuple[str, dict]]:
     """{name: (arm, settings)}, seed by seed, so that what is finished can be compared at any time."""
-    if config.map:
-        cells = [(arm, budget, lr) for lr in MAP_LRS for budget in MAP_BUDGETS for arm in THREE]
-        seeds = config.seeds_or(MAP_SEEDS)
-    else:
-        arms = [*(ARMS if config.full or config.serve else THREE), *(IDEAS if config.ideas or config.serve else ())]
-        cells = [(arm, BUDGET, LR) for arm in arms]
-        cells += [(arm, BUDGET, CONTROL_LR) for arm in THREE] if config.ideas or config.serve else []
-        seeds = config.seeds_or(SEEDS if config.full or config.ideas or config.serve else SEEDS[:1])
+    headline = [(arm, BUDGET, LR) for arm in ARMS]
+    ideas = [(arm, BUDGET, LR) for arm in IDEAS]
+    control = [(arm, BUDGET, CONTROL_LR) for arm in THREE]
+    replay = [("replay", BUDGET, lr) for lr in (LR, CONTROL_LR)]
+    cells, fixed = {
+        "default": (headline[:3], SEEDS[:1]),
+        "full": (headline, SEEDS),
+        "map": ([(arm, budget, lr) for lr in MAP_LRS for budget in MAP_BUDGETS for arm in THREE], MAP_SEEDS),
+        "ideas": (headline[:3] + ideas + control, SEEDS),
+        "learners": (headline[:3] + control + replay, LEARNER_SEEDS),
+        "serve": (headline + ideas + control + replay, SEEDS),
+    }[config.part]
+    seeds = config.seeds_or(fixed)
     runs = [(arm, run_settings(arm, seed, budget, lr)) for seed in seeds for arm, budget, lr in cells]
     return {run_name(arm, settings): (arm, settings) for arm, settings in runs}
 
@@ -437,7 +450,7 @@ def training(config: Settings, out: Path, workers: int) -> list[str]:
 
 
 def serving(config: Settings, out: Path, workers: int) -> list[str]:
-    """The final models that exist of --full and --ideas, and the start, under every decoding."""
+    """The final models that exist of the other parts, and the start, under every decoding."""
     plan = planned(config)
     models = {"start": ("start", Path(BASE["model"]))}
     models |= {
