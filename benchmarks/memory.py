@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py cache      # the process while it samples 4,096 tokens, dense against budget 512
     python benchmarks/memory.py scoring    # log-probs and entropy at V = 151,936, whole logits against chunks
-    python benchmarks/memory.py learner    # a micro-batch of the bundled model, against `rollout.memory`
+    python benchmarks/memory.py learner    # a micro-batch of --model, against `rollout.memory`; and the time it takes
     python benchmarks/memory.py sizes      # Qwen2.5 by `rollout.memory`, nothing is allocated
 
 Each measurement is a process of its own and reports its resident memory (the operating system's high-water mark) above
@@ -18,12 +18,14 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from kvcache import Replay, record_dtype
 from model import ModelConfig, load_config, load_model
 from rollout import memory, rollout, token_logprobs
 from runs import megabytes, parse_config, table
@@ -66,22 +68,24 @@ def log_probs(way: str, tokens: int, vocabulary: int, results: str, width: int =
     return {"peak": peak}
 
 
-def learn(way: str, rows: int, tokens: int) -> dict:
-    """Score rows of `tokens` tokens with the bundled model, or go forward and backward, keeping what `way` says."""
-    model = load_model(ASSETS / "model")
+def learn(way: str, folder: str, rows: int, tokens: int) -> dict:
+    """Score rows of `tokens` tokens, or go forward and backward, keeping what `way` says; replay: 640 keys are seen."""
+    model = load_model(folder)
     model.checkpointing = way == "checkpointing"
+    goes = (torch.arange(tokens) + 640).to(record_dtype(tokens + 640)).expand(rows, model.config.kv_heads, tokens)
+    record = [Replay(goes)] * model.config.layers if way == "replay" else None
     ids = (torch.arange(rows * tokens) % model.config.vocab_size).view(rows, tokens)
 
     def pass_over(ids: torch.Tensor) -> None:
-        logp, *_ = token_logprobs(model.hidden(ids), model.head, ids, entropy=way == "scoring")
+        logp, *_ = token_logprobs(model.hidden(ids, cache=record), model.head, ids, entropy=way == "scoring")
         if way != "scoring":
             logp.mean().backward()
 
     with torch.set_grad_enabled(way != "scoring"):
-        pass_over(ids[:1, :2])  # from here on there are gradients
-        before = high_water()
+        pass_over(ids[:, :2])  # from here on there are gradients
+        before, began = high_water(), time.perf_counter()
         pass_over(ids)
-    return {"peak": high_water() - before}
+    return {"peak": high_water() - before, "seconds": time.perf_counter() - began}
 
 
 def measured(what: str, way: str, *arguments) -> dict:
@@ -122,16 +126,16 @@ def estimate(config: Config, model: ModelConfig, longest: int) -> dict[str, int]
     return memory(model, config.cache, config.rows, longest, **how)
 
 
-def learner(rows: int, tokens: int) -> None:
-    """Print the peak of a micro-batch of the learner, and what the formula makes of it."""
+def learner(folder: str, rows: int, tokens: int) -> None:
+    """Print the peak and the time of a micro-batch of the learner, and what the formula makes of the peak."""
     lines = []
-    for way in ("scoring", "update", "checkpointing"):
-        peak = measured("learner", way, "--rows", rows, "--tokens", tokens)["peak"]
+    for way in ("scoring", "update", "checkpointing", "replay"):
+        found = measured("learner", way, "--model", folder, "--rows", rows, "--tokens", tokens)
         config = Config(micro_tokens=rows * tokens, gradient_checkpointing=way == "checkpointing")
-        formula = estimate(config, load_config(ASSETS / "model"), tokens)["activations"]
-        lines.append([way, megabytes(peak), "" if way == "scoring" else megabytes(formula)])
-    print(f"{rows} rows of {tokens:,} tokens, bundled model")
-    print(table(["pass", "peak", "formula"], lines))
+        formula = estimate(config, load_config(folder), tokens)["activations"]
+        lines.append([way, megabytes(found["peak"]), "" if way == "scoring" else megabytes(formula), found["seconds"]])
+    print(f"{rows} rows of {tokens:,} tokens, {folder}")
+    print(table(["pass", "peak", "formula", "seconds"], lines))
 
 
 QWEN = {  # hidden_size, intermediate_size, layers, heads, KV heads, tied head; head_dim is hidden_size / heads
@@ -164,6 +168,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["cache", "scoring", "learner", "sizes"])
+    parser.add_argument("--model", default=str(ASSETS / "model"), help="Hugging Face folder (learner)")
     parser.add_argument("--rows", type=int, default=16, help="rows (cache, learner)")
     parser.add_argument(
         "--tokens", type=int, help="tokens a row (cache, 4096; learner, 512; sizes, 5120), or in all (scoring, 2048)"
@@ -178,13 +183,13 @@ def main() -> None:
     if args.one and args.what == "cache":
         print(json.dumps(sample(args.one, args.rows, tokens)))
     elif args.one and args.what == "learner":
-        print(json.dumps(learn(args.one, args.rows, tokens)))
+        print(json.dumps(learn(args.one, args.model, args.rows, tokens)))
     elif args.one:
         print(json.dumps(log_probs(args.one, tokens, args.vocabulary, args.results)))
     elif args.what == "cache":
         cache(args.rows, tokens)
     elif args.what == "learner":
-        learner(args.rows, tokens)
+        learner(args.model, args.rows, tokens)
     elif args.what == "sizes":
         sizes(tokens)
     else:

@@ -146,16 +146,16 @@ def labelled(arm: str, lr: float) -> str:
 
 def planned(config: Settings) -> dict[str, tuple[str, dict]]:
     """{name: (arm, settings)}, seed by seed, so that what is finished can be compared at any time."""
-    headline = [(arm, BUDGET, LR) for arm in ARMS]
+    three, headline = ([(arm, BUDGET, LR) for arm in arms] for arms in (THREE, ARMS))
     ideas = [(arm, BUDGET, LR) for arm in IDEAS]
     control = [(arm, BUDGET, CONTROL_LR) for arm in THREE]
     replay = [("replay", BUDGET, lr) for lr in (LR, CONTROL_LR)]
     cells, fixed = {
-        "default": (headline[:3], SEEDS[:1]),
+        "default": (three, SEEDS[:1]),
         "full": (headline, SEEDS),
         "map": ([(arm, budget, lr) for lr in MAP_LRS for budget in MAP_BUDGETS for arm in THREE], MAP_SEEDS),
-        "ideas": (headline[:3] + ideas + control, SEEDS),
-        "learners": (headline[:3] + control + replay, LEARNER_SEEDS),
+        "ideas": (three + ideas + control, SEEDS),
+        "learners": (three + control + replay, LEARNER_SEEDS),
         "serve": (headline + ideas + control + replay, SEEDS),
     }[config.part]
     seeds = config.seeds_or(fixed)
