@@ -178,8 +178,8 @@ def main() -> None:
     parser.add_argument("--results", help=argparse.SUPPRESS)
     args = parser.parse_args()
     tokens = args.tokens or {"cache": 4096, "scoring": 2048, "learner": 512, "sizes": 1024 + 4096}[args.what]
-    if min(args.rows, tokens, args.vocabulary) < 2:
-        parser.error("--rows, --tokens and --vocabulary must be at least 2")
+    if args.rows < 1 or min(tokens, args.vocabulary) < 2:
+        parser.error("--rows must be at least 1, --tokens and --vocabulary at least 2")
     if args.one and args.what == "cache":
         print(json.dumps(sample(args.one, args.rows, tokens)))
     elif args.one and args.what == "learner":
