@@ -141,7 +141,12 @@ def pick_problems(count: int, prompts: int, step: int, seed: int) -> list[int]:
 
 
 def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int) -> tuple[dict, list[dict]]:
-    """Sample, grade, score, update. Returns the step's metrics and one record a response."""
+    """Sample, grade, score, update. Returns the step's metrics and one record a response.
+
+    The metrics: those of grpo.py, `Rollout.statistics`, entropy (nats a token, of the policy that gives logp_old),
+    tokens (sampled), what `learn` returns, seconds of each part; for a replay run now and then dense_sampler_kl,
+    dense_rejected and dense_xi_p01, against the dense policy.
+    """
     problems = inputs.prompts["data"]
     asked = [problems[i] for i in pick_problems(len(problems), config.prompts, step, config.seed)]
     how = config.cache | config.some("group_size", "max_new_tokens", "temperature") | {"rows": config.rollout_rows}
