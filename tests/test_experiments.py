@@ -50,7 +50,8 @@ def test_the_memory_benchmark_measures_what_it_says(tmp_path):
     whole, chunks = (load_file(tmp_path / way) for way in ("whole", "chunks"))
     assert whole.keys() == {"log-probs", "entropies", "gradients", "head"}
     assert all(torch.allclose(whole[name], chunks[name], rtol=1e-5, atol=1e-5) for name in whole)
-    assert all(module["learn"](way, 2, 16)["peak"] >= 0 for way in ("scoring", "update", "checkpointing"))
+    ways = ("scoring", "update", "checkpointing", "replay")
+    assert all(module["learn"](way, ASSETS / "model", 2, 16)["peak"] >= 0 for way in ways)
     for compressor, slots in (("full", 40), ("snapkv", 512 + 128)):
         report = module["sample"](compressor, rows=2, tokens=40)
         assert report["keys and values"] == 2 * 4 * 2 * 2 * slots * 32 * 4  # 2 L B K S D itemsize

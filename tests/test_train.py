@@ -184,7 +184,10 @@ def test_scale_step_moves_the_weights_by_the_share_that_was_accepted(files, tmp_
 
 def test_the_extremes_of_xi_are_those_of_the_sampled_tokens(files, tmp_path, monkeypatch):
     """Every xi is 0.5: padding, whose ratio counts as 1 elsewhere, is neither smallest nor largest."""
-    halved = lambda decoder, r, _: ((r.logp_sparse + math.log(0.5)) * r.mask, torch.zeros_like(r.logp_sparse))  # noqa: E731
+
+    def halved(decoder, r, micro_tokens, replay):
+        return (r.logp_sparse + math.log(0.5)) * r.mask, torch.zeros_like(r.logp_sparse)
+
     monkeypatch.setattr(train, "rescore", halved)
     records = lines(run(files, tmp_path / "run", "--steps", "1", "--eval-data", "") / "samples.jsonl")
     assert len({record["tokens"] for record in records}) > 1
