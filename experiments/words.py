@@ -61,7 +61,7 @@ STEPS = [  # all right, of different length and care
     "{before} {sign} {n} = {after} {thing}.",
     "Now it is {before} {sign} {n} = {after}.",
 ]
-SMALLEST, LARGEST = 2, 99  # of a count
+SMALLEST, LARGEST = 1, 99  # of a count
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,11 @@ class Settings:
     out: str = option("runs/words", "folder for the three files")
     least: int = option(2, "events of the shortest problems", at_least=1, at_most=100)
     most: int = option(3, "events of the longest problems", at_least=1, at_most=100)
+    largest: int = option(9, "largest number that an event adds or takes away", at_least=2, at_most=49)
     habit: float = option(
         0.5, "share of the warm start's events with a second person read wrongly", at_least=0, at_most=1
     )
-    warm: int = option(300, "problems to learn the layout from", at_least=1)
+    warm: int = option(400, "problems to learn the layout from", at_least=1)
     train: int = option(2000, "problems to train on", at_least=1)
     heldout: int = option(200, "problems to evaluate on", at_least=1)
     seed: int = option(0, "of everything random", at_least=0, below=2**63)
@@ -85,13 +86,16 @@ class Settings:
             raise ValueError(f"--least must be at most --most {self.most}, not {self.least}")
 
 
-def problem(rng: random.Random, events: int, habit: float) -> dict | None:
-    """One problem with so many events. Its answer is right; its solution has the habit. None if that ends in debt."""
+def problem(rng: random.Random, events: int, largest: int, habit: float) -> dict | None:
+    """One problem with so many events of at most `largest` things.
+
+    Its answer is right; its solution has the habit. None if that ends in debt.
+    """
     name, other = rng.sample(NAMES, 2)
     thing, count = rng.choice(THINGS), rng.randint(10, 40)
     question, solution, counted = [f"{name} has {count} {thing}."], [], count
     for _ in range(events):
-        n = rng.randint(3, 20)
+        n = rng.randint(2, largest)
         sign = rng.choice([sign for sign in (1, -1) if SMALLEST <= count + sign * n <= LARGEST])
         event = rng.choice(MORE if sign > 0 else LESS)
         seen = -sign if "{other}" in event and rng.random() < habit else sign
@@ -114,8 +118,9 @@ def write_problems(config: Settings) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part in ("heldout", "train", "warm"):
         rng, rows = random.Random(f"words {part} {config.seed}"), []
+        habit = config.habit if part == "warm" else 0
         while len(rows) < getattr(config, part):
-            row = problem(rng, rng.randint(config.least, config.most), config.habit if part == "warm" else 0)
+            row = problem(rng, rng.randint(config.least, config.most), config.largest, habit)
             if row and row["question"] not in seen:
                 seen.add(row["question"])
                 rows.append(row)
