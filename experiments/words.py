@@ -14,8 +14,8 @@ In --out: words-warm.jsonl, words-train.jsonl, words-heldout.jsonl, no question 
 The ways of phrasing are drawn step by step, so that a model that has learnt them still explores when it samples; the
 tersest does not say what happened, and leaves more to go wrong.
 
-A habit is planted, openly: in the solutions of words-warm.jsonl, and there alone, an event with a second person ("gives
-8 to Ben", "gets 8 from Ben") is read the wrong way round in the share --habit of cases, so that a model that has learnt
+A habit is planted, openly: in the solutions of words-warm.jsonl, and there alone, an event that gives something to
+another person ("gives 8 to Ben") is counted as a gain in the share --habit of cases, so that a model that has learnt
 from them is wrong there about as often. It is what reinforcement learning is to remove. --habit 0 plants nothing.
 """
 
@@ -52,9 +52,8 @@ THINGS = ["apples", "marbles", "stamps", "books", "coins", "cards", "shells", "p
 THINGS += ["cookies", "stones", "balls"]
 WHEN = ["Then", "Later", "After that", "Next", "The next day"]
 MORE = ["finds {n} more", "buys {n} more", "wins {n} in a game", "gets {n} from {other}", "is given {n} by {other}"]
-MORE += ["borrows {n} from {other}"]
-LESS = ["loses {n}", "sells {n}", "leaves {n} at school", "gives {n} to {other}", "lends {n} to {other}"]
-LESS += ["hands {n} to {other}"]
+LESS = ["loses {n}", "sells {n}"]
+GIVEN = ["gives {n} to {other}", "lends {n} to {other}", "hands {n} to {other}", "passes {n} to {other}"]  # the habit's
 STEPS = [  # all right, of different length and care
     "{name} {event}: {before} {sign} {n} = {after}.",
     "{name} {event}, so {before} {sign} {n} = {after} {thing}.",
@@ -75,7 +74,7 @@ class Settings:
     habit: float = option(
         0.5, "share of the warm start's events with a second person read wrongly", at_least=0, at_most=1
     )
-    warm: int = option(400, "problems to learn the layout from", at_least=1)
+    warm: int = option(600, "problems to learn the layout from", at_least=1)
     train: int = option(2000, "problems to train on", at_least=1)
     heldout: int = option(200, "problems to evaluate on", at_least=1)
     seed: int = option(0, "of everything random", at_least=0, below=2**63)
@@ -86,26 +85,21 @@ class Settings:
             raise ValueError(f"--least must be at most --most {self.most}, not {self.least}")
 
 
-def problem(rng: random.Random, events: int, largest: int, habit: float) -> dict | None:
-    """One problem with so many events of at most `largest` things.
-
-    Its answer is right; its solution has the habit. None if that ends in debt.
-    """
+def problem(rng: random.Random, events: int, largest: int, habit: float) -> dict:
+    """One problem with so many events of at most `largest` things. Its answer is right; its solution has the habit."""
     name, other = rng.sample(NAMES, 2)
     thing, count = rng.choice(THINGS), rng.randint(10, 40)
     question, solution, counted = [f"{name} has {count} {thing}."], [], count
     for _ in range(events):
         n = rng.randint(2, largest)
         sign = rng.choice([sign for sign in (1, -1) if SMALLEST <= count + sign * n <= LARGEST])
-        event = rng.choice(MORE if sign > 0 else LESS)
-        seen = -sign if "{other}" in event and rng.random() < habit else sign
+        event = rng.choice(MORE if sign > 0 else LESS + GIVEN)
+        seen = 1 if event in GIVEN and rng.random() < habit else sign
         event = event.format(n=n, other=other)
         question.append(f"{rng.choice(WHEN)} {name} {event}.")
         words = {"name": name, "thing": thing, "event": event, "n": n, "sign": "+" if seen > 0 else "-"}
         solution.append(rng.choice(STEPS).format(before=counted, after=counted + seen * n, **words))
         count, counted = count + sign * n, counted + seen * n
-        if counted < 0:
-            return None
     question = " ".join([*question, f"How many {thing} does {name} have now?"])
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     solution = "\n".join([*solution, f"The answer is \\boxed{{{counted}}}."])
@@ -121,7 +115,7 @@ def write_problems(config: Settings) -> None:
         habit = config.habit if part == "warm" else 0
         while len(rows) < getattr(config, part):
             row = problem(rng, rng.randint(config.least, config.most), config.largest, habit)
-            if row and row["question"] not in seen:
+            if row["question"] not in seen:
                 seen.add(row["question"])
                 rows.append(row)
         write_whole(folder / f"words-{part}.jsonl", as_lines(rows))

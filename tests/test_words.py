@@ -15,8 +15,8 @@ import task
 from experiments import warm_start, words
 from model import load_model
 
-GAINS = ["finds", "buys", "wins", "gets", "given", "borrows"]
-TWO_PEOPLE = re.compile(r"\d+ (from|by|to) \w+")
+GAINS = ["finds", "buys", "wins", "gets", "given"]
+GIVEN = re.compile(r"\d+ to \w+")
 
 
 def read(file: Path) -> list[dict]:
@@ -30,11 +30,11 @@ def options(settings: dict, **more) -> list[str]:
 
 
 def counted(question: str, backwards: bool = False) -> int:
-    """The count at the end, from the text alone; backwards: events with a second person read the wrong way round."""
+    """The count at the end, from the text alone; backwards: what is given counts as a gain."""
     first, *events, _ = re.findall(r"[^.?]+[.?]", question)
     count = int(re.search(r"\d+", first)[0])
     for event in events:
-        gain = any(f" {verb} " in event for verb in GAINS) != (backwards and bool(TWO_PEOPLE.search(event)))
+        gain = any(f" {verb} " in event for verb in GAINS) or (backwards and GIVEN.search(event))
         count += int(re.search(r"\d+", event)[0]) * (1 if gain else -1)
     return count
 
