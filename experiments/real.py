@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,8 @@ from task import ASSETS
 
 # ------------------------------------------------------------------------------------- fixed before the runs
 
-WORDS = {"least": 2, "most": 3, "habit": 0.5, "warm": 300, "train": 2000, "heldout": 200, "seed": 0}
-WARM = {"updates": 24, "batch": 8, "lr": 1e-4, "seed": 0}
+WORDS = {"least": 2, "most": 3, "largest": 9, "habit": 0.6, "warm": 600, "train": 2000, "heldout": 200, "seed": 0}
+WARM = {"updates": 60, "batch": 8, "lr": 2e-4, "seed": 0}  # less than one pass, so that nothing is learnt by heart
 TRAINING = {  # of every run
     **{"prompts": 8, "group_size": 6, "max_new_tokens": 96, "steps": 30, "lr": 1e-5, "micro_tokens": 4096},
     **{"dtype": "bfloat16", "save_every": 5, "keep": 1, "sample_every": 0, "eval_data": ""},
@@ -57,7 +58,14 @@ ARMS = {  # what an arm changes
     "replay": {"correction": "none", "learner": "replay"},
 }
 SEEDS = "1,2,3"
+WHEN, MEANS = ("before", "after"), ("rejected", "kv_saved", "sampler_kl")
 EVALUATIONS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 1}}
+
+
+def collapsed(line: dict) -> bool:
+    """A run collapsed if its greedy dense accuracy ends over two standard errors below that of the start."""
+    before, after = (line[when]["greedy"]["dense"] for when in ("before", "after"))
+    return after["accuracy"] < before["accuracy"] - 2 * (before["stderr"] or 0)
 
 
 @dataclass(frozen=True)
@@ -155,15 +163,15 @@ def finished(config: Settings) -> dict[tuple[str, int], dict]:
 
 def report(lines: list[dict]) -> str:
     """A table of runs: accuracy before and after under each decoding, and means over the steps."""
-    kinds = [(kind, mode) for kind, by_mode in lines[0]["before"].items() for mode in by_mode]
+    kinds = [(kind, mode, when) for kind, modes in lines[0]["before"].items() for mode in modes for when in WHEN]
     rows = []
     for line in lines:
-        cells = [line[when][kind][mode] for kind, mode in kinds for when in ("before", "after")]
-        means = [sum(m[name] for m in line["metrics"]) / len(line["metrics"]) for name in ("rejected", "kv_saved")]
+        cells = [line[when][kind][mode] for kind, mode, when in kinds]
+        means = [statistics.fmean(m[name] for m in line["metrics"]) for name in MEANS]
         accuracies = [plus_minus(cell["accuracy"], cell["stderr"]) for cell in cells]
-        rows.append([line["arm"], line["seed"], *accuracies, *means, f"{line['minutes']:.0f}"])
-    head = [f"{kind} {mode}, {when}" for kind, mode in kinds for when in ("before", "after")]
-    return table(["arm", "seed", *head, "rejected", "kv saved", "minutes"], rows)
+        ends = ["yes" if collapsed(line) else "no", round(line["minutes"])]
+        rows.append([line["arm"], line["seed"], *accuracies, *means, *ends])
+    return table(["arm", "seed", *map(" ".join, kinds), *MEANS, "collapsed", "minutes"], rows)
 
 
 def main(argv: list[str] | None = None) -> None:
