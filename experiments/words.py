@@ -14,9 +14,11 @@ In --out: words-warm.jsonl, words-train.jsonl, words-heldout.jsonl, no question 
 The ways of phrasing are drawn step by step, so that a model that has learnt them still explores when it samples; the
 tersest does not say what happened, and leaves more to go wrong.
 
-A habit is planted, openly: in the solutions of words-warm.jsonl, and there alone, an event that gives something to
-another person ("gives 8 to Ben") is counted as a gain in the share --habit of cases, so that a model that has learnt
-from them is wrong there about as often. It is what reinforcement learning is to remove. --habit 0 plants nothing.
+A habit is planted, openly: in the solutions of words-warm.jsonl, and there alone, what is received from another person
+("gets 8 from Ben") is counted as a loss in the share --habit of cases, where that leaves no debt, so that a model that
+has learnt from them is wrong there about as often. It is what reinforcement learning is to remove. --habit 0 plants
+nothing. (The other way round, gifts counted as gains, there is nothing to win: a model that has unlearnt it subtracts
+where it added, and one of 135 M parameters subtracts badly; experiments/results/pilots.jsonl.)
 """
 
 from __future__ import annotations
@@ -30,37 +32,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runs import as_lines, check_options, one_sentence, option, parse_config, write_whole
 
 SYSTEM = "Count step by step. Put the final count in \\boxed{}."
-NAMES = [
-    "Maya",
-    "Tom",
-    "Ana",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gina",
-    "Hugo",
-    "Iris",
-    "Jack",
-    "Kira",
-    "Leo",
-    "Mina",
-]
-NAMES += ["Noah", "Olga", "Paul", "Rosa", "Sam"]
+NAMES = ["Maya", "Tom", "Ana", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Iris", "Jack", "Kira", "Leo"]
+NAMES += ["Mina", "Noah", "Olga", "Paul", "Rosa", "Sam"]
 THINGS = ["apples", "marbles", "stamps", "books", "coins", "cards", "shells", "pens", "stickers", "buttons", "beads"]
 THINGS += ["cookies", "stones", "balls"]
 WHEN = ["Then", "Later", "After that", "Next", "The next day"]
-MORE = ["finds {n} more", "buys {n} more", "wins {n} in a game", "gets {n} from {other}", "is given {n} by {other}"]
-LESS = ["loses {n}", "sells {n}"]
-GIVEN = ["gives {n} to {other}", "lends {n} to {other}", "hands {n} to {other}", "passes {n} to {other}"]  # the habit's
+GAINS = ["finds {n} more", "buys {n} more"]
+LOSSES = ["loses {n}", "sells {n}"]
+RECEIVED = ["gets {n} from {other}", "is given {n} by {other}", "takes {n} from {other}", "borrows {n} from {other}"]
 STEPS = [  # all right, of different length and care
     "{name} {event}: {before} {sign} {n} = {after}.",
     "{name} {event}, so {before} {sign} {n} = {after} {thing}.",
     "{before} {sign} {n} = {after} {thing}.",
     "Now it is {before} {sign} {n} = {after}.",
 ]
-SMALLEST, LARGEST = 1, 99  # of a count
 
 
 @dataclass(frozen=True)
@@ -88,13 +73,13 @@ class Settings:
 def problem(rng: random.Random, events: int, largest: int, habit: float) -> dict:
     """One problem with so many events of at most `largest` things. Its answer is right; its solution has the habit."""
     name, other = rng.sample(NAMES, 2)
-    thing, count = rng.choice(THINGS), rng.randint(10, 40)
+    thing, count = rng.choice(THINGS), rng.randint(20, 50)
     question, solution, counted = [f"{name} has {count} {thing}."], [], count
     for _ in range(events):
         n = rng.randint(2, largest)
-        sign = rng.choice([sign for sign in (1, -1) if SMALLEST <= count + sign * n <= LARGEST])
-        event = rng.choice(MORE if sign > 0 else LESS + GIVEN)
-        seen = 1 if event in GIVEN and rng.random() < habit else sign
+        event = rng.choice(GAINS + RECEIVED + (LOSSES if min(count, counted) > n else []))
+        sign = -1 if event in LOSSES else 1
+        seen = -1 if event in RECEIVED and counted >= n and rng.random() < habit else sign
         event = event.format(n=n, other=other)
         question.append(f"{rng.choice(WHEN)} {name} {event}.")
         words = {"name": name, "thing": thing, "event": event, "n": n, "sign": "+" if seen > 0 else "-"}

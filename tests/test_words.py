@@ -15,8 +15,8 @@ import task
 from experiments import warm_start, words
 from model import load_model
 
-GAINS = ["finds", "buys", "wins", "gets", "given"]
-GIVEN = re.compile(r"\d+ to \w+")
+GAINS = ["finds", "buys", "gets", "given", "takes", "borrows"]
+RECEIVED = re.compile(r"\d+ (from|by) \w+")
 
 
 def read(file: Path) -> list[dict]:
@@ -30,12 +30,13 @@ def options(settings: dict, **more) -> list[str]:
 
 
 def counted(question: str, backwards: bool = False) -> int:
-    """The count at the end, from the text alone; backwards: what is given counts as a gain."""
+    """The count at the end, from the text alone; backwards: what is received counts as a loss."""
     first, *events, _ = re.findall(r"[^.?]+[.?]", question)
     count = int(re.search(r"\d+", first)[0])
     for event in events:
-        gain = any(f" {verb} " in event for verb in GAINS) or (backwards and GIVEN.search(event))
-        count += int(re.search(r"\d+", event)[0]) * (1 if gain else -1)
+        n, gain = int(re.search(r"\d+", event)[0]), any(f" {verb} " in event for verb in GAINS)
+        gain = gain and not (backwards and RECEIVED.search(event) and count >= n)
+        count += n if gain else -n
     return count
 
 
