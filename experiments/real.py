@@ -48,7 +48,7 @@ TRAINING = {  # of every run
     **{"dtype": "bfloat16", "save_every": 5, "keep": 1, "sample_every": 0, "eval_data": ""},
 }
 CACHES = {  # setting: its cache
-    "headline": {"compressor": "snapkv", "budget": 64, "buffer": 16, "window": 8},
+    "headline": {"compressor": "rkv", "budget": 56, "buffer": 16, "window": 8},
     "harsher": {"compressor": "snapkv", "budget": 48, "buffer": 16, "window": 8},
 }
 ARMS = {  # what an arm changes
@@ -109,7 +109,7 @@ def evaluated(config: Settings, model: Path, name: str) -> dict[str, dict]:
     how = CACHES[config.setting] | {"max_new_tokens": TRAINING["max_new_tokens"], "dtype": TRAINING["dtype"]}
     found = {}
     for kind, settings in EVALUATIONS.items():
-        folder = Path(config.out) / "evaluations" / f"{name}-{config.setting}-{kind}"
+        folder = Path(config.out) / "evaluations" / f"{name}-{how['compressor']}-{how['budget']}-{kind}"
         if not (folder / "results.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
             files = {"model": model, "data": Path(config.out) / "words" / "words-heldout.jsonl", "out": folder}
@@ -124,7 +124,7 @@ def trained(config: Settings, model: Path, arm: str, seed: int) -> tuple[Path, l
     files = {"model": model, "data": Path(config.out) / "words" / "words-train.jsonl"}
     command = arguments(TRAINING | CACHES[config.setting] | ARMS[arm] | files | {"seed": seed} | config.machine)
     if checkpoints(folder):
-        train.main(["--resume", str(folder)])
+        train.main([*command, "--resume", str(folder)])  # refuses other settings than those that it began with
     else:  # nothing to go on from
         shutil.rmtree(folder, ignore_errors=True)
         train.main([*command, "--out", str(folder)])
