@@ -133,7 +133,6 @@ def trained(config: Settings, model: Path, arm: str, seed: int) -> tuple[Path, l
 
 def finish(config: Settings, model: Path, arm: str, seed: int) -> dict:
     """One run from where it stands to its line in --results."""
-    before = evaluated(config, model, "start")
     folder, command = trained(config, model, arm, seed)
     run = read_run(folder)
     seconds = sum(m[f"{part}_seconds"] for m in run["metrics"] for part in ("rollout", "scoring", "update"))
@@ -144,7 +143,7 @@ def finish(config: Settings, model: Path, arm: str, seed: int) -> dict:
         "command": shlex.join(["python", "train.py", *command]),
         "commit": commit(),
         "minutes": seconds / 60,
-        "before": before,
+        "before": evaluated(config, model, "start"),
         "after": evaluated(config, checkpoints(folder)[0][1], folder.name),
         "settings": run["settings"],
         "metrics": run["metrics"],

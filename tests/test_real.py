@@ -77,6 +77,10 @@ def test_a_killed_run_is_resumed_and_ends_as_if_it_had_not_been(toy, tmp_path, m
     with pytest.raises(RuntimeError, match="killed"):
         real.main([*toy, "--arms", "naive", "--seeds", "3"])
     assert not (tmp_path / "real.jsonl").exists()
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(real, "TRAINING", real.TRAINING | {"lr": 0.06})
+        real.main([*toy, "--arms", "naive", "--seeds", "3"])
+    assert "--lr 0.05 -> 0.06" in capsys.readouterr().err
     real.main([*toy, "--arms", "naive", "--seeds", "3"])
     assert begun == [0, 1, 1]
     (run,), (expected,) = lines(tmp_path), map(json.loads, (tmp_path / "whole.jsonl").read_text().splitlines())
