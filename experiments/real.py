@@ -1,0 +1,190 @@
+"""A real pretrained model under a compressed cache: dense GRPO, sparse rollouts taken as they are, and Sparse-RL.
+
+    python experiments/real.py --model FOLDER                   every arm, seed by seed
+    python experiments/real.py --model FOLDER --arms dense --seeds 7
+
+FOLDER is an instruct model of a size that the machine bears (SmolLM2-135M-Instruct here). One command does the chain:
+word problems (words.py), a warm start of the model on worked solutions of them (warm_start.py), the evaluation of that
+start, and then for each seed and arm a run of train.py and the evaluation of its end. Every part that lies finished in
+--out is taken as it is, a run that was stopped or killed goes on from its newest checkpoint, and a finished run is one
+line of --results: arm, command, seed, commit, all metrics, and the evaluations before and after.
+
+Evaluated is on the held-out problems: greedily and at temperature 1, dense and under the setting's cache, whatever the
+arm, so that what is compared is the model.
+
+The constants below were fixed, and committed, before any run that is reported; they were chosen with seed 1001
+(experiments/results/pilots.jsonl).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import warm_start
+import words
+from claim import arguments, commit
+from plot import read_run
+
+import eval as evaluation
+import train
+from experiments.commas import numbers
+from runs import append, check_options, checkpoints, one_sentence, option, parse_config, plus_minus, table
+from task import ASSETS
+
+# ------------------------------------------------------------------------------------- fixed before the runs
+
+WORDS = {"least": 2, "most": 3, "largest": 9, "habit": 0.5, "warm": 600, "train": 2000, "heldout": 200, "seed": 0}
+WARM = {"updates": 60, "batch": 8, "lr": 2e-4, "seed": 0}  # less than one pass, so that nothing is learnt by heart
+TRAINING = {  # of every run
+    **{"prompts": 8, "group_size": 6, "max_new_tokens": 80, "steps": 30, "lr": 1e-5, "micro_tokens": 4096},
+    **{"dtype": "bfloat16", "save_every": 5, "keep": 1, "sample_every": 0, "eval_data": ""},
+}
+CACHES = {  # setting: its cache
+    "headline": {"compressor": "rkv", "budget": 56, "buffer": 16, "window": 8},
+    "harsher": {"compressor": "snapkv", "budget": 48, "buffer": 16, "window": 8},
+}
+ARMS = {  # what an arm changes
+    "dense": {"compressor": "full", "correction": "none"},
+    "naive": {"correction": "none"},
+    "sparse-rl": {"correction": "sparse-rl"},
+    "replay": {"correction": "none", "learner": "replay"},
+}
+SEEDS = "1,2,3"
+WHEN, MEANS = ("before", "after"), ("rejected", "kv_saved", "sampler_kl")
+EVALUATIONS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 1}}
+
+
+def collapsed(line: dict) -> bool:
+    """A run collapsed if its greedy dense accuracy ends over two standard errors below that of the start."""
+    before, after = (line[when]["greedy"]["dense"] for when in ("before", "after"))
+    return after["accuracy"] < before["accuracy"] - 2 * (before["stderr"] or 0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which runs, of which model, and where they go."""
+
+    model: str = option("", "Hugging Face folder of a pretrained instruct model")
+    arms: str = option("dense,naive,sparse-rl", f"with commas between: {', '.join(ARMS)}")
+    setting: str = option("headline", "the cache of the sparse arms and of the evaluations", choices=CACHES)
+    seeds: str = option(SEEDS, "with commas between")
+    threads: int = option(1, "CPU threads; 0 takes all", at_least=0, at_most=1024)
+    device: str = option("auto", "auto, cpu, cuda, mps")
+    out: str = option("runs/real", "folder of problems, models and run folders")
+    results: str = option(str(ASSETS.parent / "experiments" / "results" / "real.jsonl"), "a line for each finished run")
+
+    def __post_init__(self):
+        check_options(self)
+        if unknown := sorted(set(self.arms.split(",")) - set(ARMS)):
+            raise ValueError(f"--arms {unknown[0]!r} is none of {', '.join(ARMS)}")
+        numbers(self, "seeds")
+
+    @property
+    def machine(self) -> dict:
+        """How the machine is used."""
+        return {"threads": self.threads, "device": self.device}
+
+
+def warm_model(config: Settings) -> Path:
+    """The folder of the warm-started model, made if it is not there."""
+    out = Path(config.out)
+    if not (out / "words" / "words-warm.jsonl").exists():
+        words.main(arguments(WORDS | {"out": out / "words"}))
+    if not (out / "warm" / "model").exists():
+        files = {"model": config.model, "data": out / "words" / "words-warm.jsonl", "out": out / "warm"}
+        warm_start.main(arguments(WARM | files | {"dtype": TRAINING["dtype"]} | config.machine))
+    return out / "warm" / "model"
+
+
+def evaluated(config: Settings, model: Path, name: str) -> dict[str, dict]:
+    """{how: {decoding: its summary}} on the held-out problems, measured if it does not lie in --out already."""
+    how = CACHES[config.setting] | {"max_new_tokens": TRAINING["max_new_tokens"], "dtype": TRAINING["dtype"]}
+    found = {}
+    for kind, settings in EVALUATIONS.items():
+        folder = Path(config.out) / "evaluations" / f"{name}-{how['compressor']}-{how['budget']}-{kind}"
+        if not (folder / "results.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            files = {"model": model, "data": Path(config.out) / "words" / "words-heldout.jsonl", "out": folder}
+            evaluation.main(arguments(how | settings | files | config.machine))
+        (found[kind],) = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"].values()
+    return found
+
+
+def trained(config: Settings, model: Path, arm: str, seed: int) -> tuple[Path, list[str]]:
+    """Train, or go on with, one run: its folder, and the command."""
+    folder = Path(config.out) / "runs" / f"{config.setting}-{arm}-seed{seed}"
+    files = {"model": model, "data": Path(config.out) / "words" / "words-train.jsonl"}
+    command = arguments(TRAINING | CACHES[config.setting] | ARMS[arm] | files | {"seed": seed} | config.machine)
+    if checkpoints(folder):
+        train.main([*command, "--resume", str(folder)])  # refuses other settings than those that it began with
+    else:  # nothing to go on from
+        shutil.rmtree(folder, ignore_errors=True)
+        train.main([*command, "--out", str(folder)])
+    return folder, command
+
+
+def finish(config: Settings, model: Path, arm: str, seed: int) -> dict:
+    """One run from where it stands to its line in --results."""
+    folder, command = trained(config, model, arm, seed)
+    run = read_run(folder)
+    seconds = sum(m[f"{part}_seconds"] for m in run["metrics"] for part in ("rollout", "scoring", "update"))
+    line = {
+        "arm": arm,
+        "setting": config.setting,
+        "seed": seed,
+        "command": shlex.join(["python", "train.py", *command]),
+        "commit": commit(),
+        "minutes": seconds / 60,
+        "before": evaluated(config, model, "start"),
+        "after": evaluated(config, checkpoints(folder)[0][1], folder.name),
+        "settings": run["settings"],
+        "metrics": run["metrics"],
+    }
+    append(Path(config.results), [line])
+    return line
+
+
+def finished(config: Settings) -> dict[tuple[str, int], dict]:
+    """{(arm, seed): line} of this setting in --results."""
+    file = Path(config.results)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    found = [line for line in map(json.loads, lines) if line["setting"] == config.setting]
+    return {(line["arm"], line["seed"]): line for line in found}
+
+
+def report(lines: list[dict]) -> str:
+    """A table of runs: accuracy before and after under each decoding, and means over the steps."""
+    kinds = [(kind, mode, when) for kind, modes in lines[0]["before"].items() for mode in modes for when in WHEN]
+    rows = []
+    for line in lines:
+        cells = [line[when][kind][mode] for kind, mode, when in kinds]
+        means = [statistics.fmean(m[name] for m in line["metrics"]) for name in MEANS]
+        accuracies = [plus_minus(cell["accuracy"], cell["stderr"]) for cell in cells]
+        ends = ["yes" if collapsed(line) else "no", round(line["minutes"])]
+        rows.append([line["arm"], line["seed"], *accuracies, *means, *ends])
+    return table(["arm", "seed", *map(" ".join, kinds), *MEANS, "collapsed", "minutes"], rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line."""
+    config, _ = parse_config(Settings, argv, "experiments/real.py", "A pretrained model under a compressed cache.")
+    with one_sentence("experiments/real.py"):
+        model = warm_model(config)
+        for seed in numbers(config, "seeds"):
+            for arm in config.arms.split(","):
+                if (arm, seed) not in finished(config):
+                    finish(config, model, arm, seed)
+                    print(report(list(finished(config).values())), flush=True)
+        print(report(list(finished(config).values())))
+
+
+if __name__ == "__main__":
+    main()
