@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import warm_start
 import words
-from claim import arguments, commit
+from claim import arguments, commit, plus_minus
 from plot import read_run
 
 import eval as evaluation
 import train
 from experiments.commas import numbers
-from runs import append, check_options, checkpoints, one_sentence, option, parse_config, plus_minus, table
+from runs import append, check_options, checkpoints, one_sentence, option, parse_config, table
 from task import ASSETS
 
 # ------------------------------------------------------------------------------------- fixed before the runs

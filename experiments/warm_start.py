@@ -23,15 +23,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import runs
 import task
 from model import Decoder, load_model, read_json, weight_files
-from rollout import micro_batches, right_pad, token_logprobs
+from rollout import micro_batches, token_logprobs
 from runs import check_options, one_sentence, option, parse_config, pick_device
-from train import compute_copy, follow, pick_problems
+from train import compute_copy, pick_problems
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def learn(decoder: Decoder, examples: list[tuple[list[int], int]], micro_tokens:
     """Add the gradient of the mean of -log p over the solutions' tokens; returns that mean, in nats."""
     device = decoder.embed_tokens.weight.device
     lengths, starts = (torch.tensor(x) for x in zip(*((len(ids), start) for ids, start in examples), strict=True))
-    tokens, total, loss = right_pad([ids for ids, _ in examples]), int((lengths - starts).sum()), 0.0  # (B, T)
+    tokens = pad_sequence([torch.tensor(ids) for ids, _ in examples], batch_first=True)  # (B, T)
+    total, loss = int((lengths - starts).sum()), 0.0
     place = torch.arange(tokens.shape[1])
     solution = (place >= starts[:, None]) & (place < lengths[:, None])  # (B, T)
     for rows in micro_batches(torch.arange(len(examples)), lengths, micro_tokens):
@@ -91,8 +93,11 @@ def learn(decoder: Decoder, examples: list[tuple[list[int], int]], micro_tokens:
 def start(config: Settings, own: dict) -> tuple[Decoder, torch.optim.Optimizer, int]:
     """Weights, optimizer and updates done: of the newest checkpoint in --out, else of the model folder."""
     done, source = next(iter(runs.checkpoints(Path(config.out))), (0, Path(config.model)))
-    if done and read_json(source / "training" / "state.json") != {"step": done} | own:
+    begun = Path(config.out) / "begun.json"
+    if done and read_json(begun) != own:
         raise ValueError(f"{config.out} was begun with other settings or inputs: name another --out")
+    begun.parent.mkdir(parents=True, exist_ok=True)
+    runs.write_json(begun, own)
     master = load_model(source, device=pick_device(config.device, config.threads))
     optimizer = torch.optim.AdamW(master.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.0)
     if done:
@@ -113,7 +118,6 @@ def main(argv: list[str] | None = None) -> None:
         own = {"settings": kept, "inputs": runs.fingerprint(examples, *files)}
         master, optimizer, done = start(config, own)
         decoder = compute_copy(master, getattr(torch, config.dtype))
-        (out / "checkpoints").mkdir(parents=True, exist_ok=True)
     with one_sentence("experiments/warm_start.py"), runs.stop_signals() as stopping:
         bar = tqdm(range(done, config.updates), "warm start", initial=done, total=config.updates)
         for step in bar:
@@ -123,17 +127,19 @@ def main(argv: list[str] | None = None) -> None:
             torch.nn.utils.clip_grad_norm_(master.parameters(), 1.0)
             optimizer.param_groups[0]["lr"] = config.lr * (1 - step / config.updates)
             optimizer.step()
-            follow(decoder, master)
+            if decoder is not master:
+                decoder.load_state_dict(master.state_dict())  # rounded to the copy's dtype
             bar.set_postfix_str(f"loss {loss:.3f} nats a token")
             done = step + 1
             if stopping or done % config.save_every == 0 or done == config.updates:
-                runs.save_checkpoint(out, own, done, master, optimizer, Path(config.model), keep=1)
+                runs.save_checkpoint(out, done, master, optimizer, Path(config.model), keep=1)
             if stopping:
                 raise SystemExit(f"stopped after {done} updates; the same command goes on")
         last = runs.checkpoints(out)[0][1]
         shutil.rmtree(last / "training")
         last.rename(final)
         shutil.rmtree(out / "checkpoints")
+        (out / "begun.json").unlink()
     print(f"wrote {final}/, the last loss was {loss:.3f} nats a token")
 
 
