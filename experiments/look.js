@@ -20,10 +20,14 @@ function short(x) {
   if (x === null || Number.isNaN(x)) return "not finite";
   if (x === 0 || Number.isInteger(x)) return String(x);
   const size = Math.abs(x);
-  return size >= 1e-3 && size < 1e4 ? String(Number(x.toPrecision(3))) : x.toExponential(1);
+  return size >= 1e-3 && size < 1e4 ? String(Number(x.toPrecision(3))) : x.toExponential(1).replace(".0", "");
 }
 
-const quoted = (text) => `“${text.replace(/\n/g, "↵")}”`;
+// What is not seen, or turns the order of what follows, shown by its number.
+const HIDDEN = /[\0-\x08\x0b-\x1f\x7f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
+const visible = (text) => text.replace(HIDDEN, (c) => `⟨${c.charCodeAt(0).toString(16)}⟩`);
+const line = (text) => visible(text.slice(0, 300)).replace(/\s+/g, " ");
+const quoted = (text) => `“${visible(text).replace(/\n/g, "↵")}”`;
 const plural = (n, what) => `${short(n)} ${what}${n === 1 ? "" : "s"}`;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
@@ -92,12 +96,12 @@ function drawCurve({ title, points }) {
     const name = svg("title", {}, `step ${step}: ${short(value)}`);
     return svg("circle", { cx: x(step), cy: y(value), r: points.length > 40 ? 1.2 : 2.5, fill: "var(--accent)" }, name);
   });
-  const line = points.map(([step, value]) => `${x(step)},${y(value)}`).join(" ");
+  const path = points.map(([step, value]) => `${x(step)},${y(value)}`).join(" ");
   const picture = svg(
     "svg", { viewBox: "0 0 256 98", role: "img", "aria-label": title },
     svg("path", { d: "M40 5V85H252", fill: "none", stroke: "var(--line)" }),
     svg("path", { d: `M${x(page.step)} 5V85`, stroke: "var(--soft)", "stroke-dasharray": "2 2" }),
-    svg("polyline", { points: line, fill: "none", stroke: "var(--accent)", "stroke-width": 1.5 }),
+    svg("polyline", { points: path, fill: "none", stroke: "var(--accent)", "stroke-width": 1.5 }),
     ...dots,
     ...(high > low ? [label(short(high), 36, 13, "end"), label(short(low), 36, 83, "end")] : [label(short(low), 36, 48, "end")]),
     ...(right > left ? [label(left, 40, 96, "middle"), label(right, 250, 96, "middle")] : [label(left, 145, 96, "middle")]),
@@ -114,7 +118,7 @@ const COLUMNS = [ // property, title, text
   ["accepted", "accepted", (r) => (r.accepted ? "yes" : "no")],
   ["tokens", "length", (r) => r.tokens + (r.finished ? "" : " (cut)")],
   ["has", "kept", (r) => ["", "tokens", "evictions"][r.has]],
-  ["response", "text", (r) => r.response.replace(/\s+/g, " ").slice(0, 300)],
+  ["response", "text", (r) => line(r.response)],
 ];
 
 function drawTable() {
@@ -137,8 +141,8 @@ function drawTable() {
 }
 
 function groupRow(group, number) {
-  const text = `group ${number}, answer ${group.answer}: ${group.prompt.replace(/\s+/g, " ").slice(0, 300)}`;
-  return el("tr", { className: "group" }, el("td", { colSpan: COLUMNS.length, title: group.prompt }, text));
+  const text = `group ${number}, answer ${line(group.answer)}: ${line(group.prompt)}`;
+  return el("tr", { className: "group" }, el("td", { colSpan: COLUMNS.length, title: visible(group.prompt) }, text));
 }
 
 function responseRow(r) {
@@ -156,6 +160,7 @@ function sortBy(name) {
   state.up = state.sort === name ? !state.up : name !== "reward" && name !== "has";
   state.sort = name;
   drawTable();
+  document.querySelector(".scroll").scrollTop = 0;
 }
 
 // ------------------------------------------------------------------------------------------------------- one response
@@ -223,15 +228,15 @@ function evictedBefore(kept, head, query) {
 function drawTokens() {
   const [r, kept] = [state.response, state.response.kept];
   if (!kept) {
-    const prompt = el("span", { className: "asked" }, page.groups[r.group].prompt);
-    $("tokens").replaceChildren(prompt, r.response);
+    const prompt = el("span", { className: "asked" }, visible(page.groups[r.group].prompt));
+    $("tokens").replaceChildren(prompt, visible(r.response));
     return;
   }
   const measure = MEASURES[state.measure];
   $("tokens").replaceChildren(...kept.pieces.map((piece, position) => {
     const t = position - kept.prompt;
-    if (t < 0) return el("span", { className: "asked" }, piece);
     const node = token(piece);
+    if (t < 0) return Object.assign(node, { className: "asked" });
     node.dataset.token = t;
     const strength = Math.min(1, Math.max(0, measure.strength(kept, t) || 0));
     node.style.background = `rgb(${color(measure.color(kept, t))} / ${(0.75 * strength).toFixed(3)})`;
@@ -242,7 +247,7 @@ function drawTokens() {
   drawScale(measure);
 }
 
-const token = (piece) => el("span", {}, piece === "" ? "▯" : piece.replace(/\n/g, "↵\n")); // "": a part of a character
+const token = (piece) => el("span", {}, visible(piece).replace(/\n/g, "↵\n") || "▯"); // "": a part of a character
 
 function drawScale(measure) {
   const ends = state.measure === "xi" ? ["lower", "higher"] : ["", measure.color()];
@@ -411,3 +416,5 @@ drawTable();
 const named = page.responses.find((r) => location.hash === `#${r.number}`);
 const first = (a, b) => b.has - a.has || a.xi_min - b.xi_min; // of which most is known; null counts as 0
 choose(named ?? [...page.responses].sort(first)[0]);
+const row = $("responses").querySelector("tr.response.chosen");
+document.querySelector(".scroll").scrollTop = row.offsetTop - 150;

@@ -37,7 +37,7 @@ from eval import Inputs, Shared, read_inputs
 from kvcache import COMPRESSORS
 from model import load_model
 from rollout import rescore, rollout_batches
-from runs import RECORDED, one_sentence, option, parse_config, pick_device, read_records, write_whole
+from runs import RECORDED, checkpoints, one_sentence, option, parse_config, pick_device, read_records, write_whole
 from task import ASSETS, load_tokenizer, response_text
 from train import Config, correction, recording
 
@@ -85,7 +85,7 @@ def from_run(look: Look) -> dict:
             recorded = load_file(file)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"cannot read {file} ({error}): move it away to see the rest of the step") from None
-        tokenizer, _ = load_tokenizer(run["settings"]["model"])
+        tokenizer, _ = load_tokenizer(next((c for _, c in checkpoints(folder)), run["settings"]["model"]))
     return run | {"step": step, "records": records, "recorded": recorded, "tokenizer": tokenizer}
 
 
@@ -138,14 +138,26 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [stream.step(tokenizer, i) or "" for i in ids]
 
 
-def kept(recorded: dict[str, Tensor], i: int, tokenizer: Tokenizer, evictions: bool) -> dict:
-    """The i-th of the responses that were recorded, for the page: texts of its tokens, and numbers in base64."""
-    P, R = int(recorded["prompt_lengths"][i]), int(recorded["response_lengths"][i])
-    names = ("logp_old", "logp_sparse", "entropy", "weights")
-    found = {name: packed(recorded[name][i, :R].float()) for name in names}
-    found |= {"prompt": P, "pieces": pieces(tokenizer, recorded["tokens"][i, : P + R].tolist())}
-    if evictions:
-        gone = recorded["evicted_at"][i, :, :, : P + R]  # (L, K, T), the largest number of its dtype for never
+def response(found: dict, number: int, group: int, shown: list[int]) -> dict:
+    """One response for the page; `has` 0: no more than its text, 1: tokens too, 2: evictions too (those in `shown`)."""
+    names = ("response", "reward", "advantage", "accepted", "tokens", "finished", "xi_min")
+    known = {"number": number, "group": group, "has": 0, "kept": None}
+    known |= {name: found["records"][number][name] for name in names}
+    rows = found["recorded"].get("rows", torch.zeros(0)).tolist()
+    if number not in rows:
+        return known
+    with_evictions = number in shown
+    one = {name: values[rows.index(number)] for name, values in found["recorded"].items()}
+    return known | {"has": 1 + with_evictions, "kept": kept(one, found["tokenizer"], with_evictions)}
+
+
+def kept(one: dict[str, Tensor], tokenizer: Tokenizer, with_evictions: bool) -> dict:
+    """What was recorded of one response: the texts of prompt and response by tokens, and numbers in base64."""
+    P, R = int(one["prompt_lengths"]), int(one["response_lengths"])
+    found = {name: packed(one[name][:R].float()) for name in ("logp_old", "logp_sparse", "entropy", "weights")}
+    found |= {"prompt": P, "pieces": pieces(tokenizer, one["tokens"][: P + R].tolist())}
+    if with_evictions:
+        gone = one["evicted_at"][:, :, : P + R]  # (L, K, T), the largest number of its dtype for never
         found |= {"gone": packed(gone), "bytes": gone.dtype.itemsize}
     return found
 
@@ -153,36 +165,28 @@ def kept(recorded: dict[str, Tensor], i: int, tokenizer: Tokenizer, evictions: b
 def page_data(look: Look, found: dict) -> dict:
     """All that the page shows, as JSON holds it."""
     settings, recorded, records, step = (found[name] for name in ("settings", "recorded", "records", "step"))
-    G, rows = settings["group_size"], recorded["rows"].tolist() if recorded else []
-    xi = {i: records[row]["xi_min"] or 0.0 for i, row in enumerate(rows)}
-    shown = sorted(xi, key=xi.get)[: look.evictions]  # which of the recorded have their evictions in the page
-    responses = []
-    for number, record in enumerate(records):
-        i = rows.index(number) if number in rows else None
-        names = ("response", "reward", "advantage", "accepted", "tokens", "finished", "xi_min")
-        response = {"number": number, "group": number // G} | {name: record[name] for name in names}
-        response["has"] = 0 if i is None else 1 + (i in shown)
-        response["kept"] = None if i is None else kept(recorded, i, found["tokenizer"], i in shown)
-        responses.append(response)
+    rows = recorded["rows"].tolist() if recorded else []
+    shown = sorted(rows, key=lambda row: records[row]["xi_min"] or 0.0)[: look.evictions]
     _, L, K, _ = recorded["evicted_at"].shape if recorded else (0, 0, 0, 0)
-    curves = [{"title": title, "points": points(found, column)} for column, title in PANELS]
+    G, curves = settings["group_size"], [{"title": title, "points": points(found, column)} for column, title in PANELS]
     return {
         "title": f"{look.run}, step {step}" if look.run else f"{look.model} under {look.compressor}-{look.budget}",
         "about": about(settings),
         "settings": {name: str(value) for name, value in settings.items()},
         "curves": curves if found["metrics"] else [],
-        "notes": notes(len(records), rows, [rows[i] for i in shown]),
+        "notes": notes(len(records), rows, shown),
         **{"step": step, "epsilon": settings["epsilon"], "correction": settings["correction"]},
         "groups": [{name: record[name] for name in ("prompt", "answer")} for record in records[::G]],
-        "responses": responses,
-        "cache": {"layers": L, "heads": K} if recorded else None,
+        "responses": [response(found, number, number // G, shown) for number in range(len(records))],
+        "cache": {"layers": L, "heads": K},
     }
 
 
 def about(settings: dict) -> str:
     """The settings that matter most, in a line."""
     cache = "{compressor}, budget {budget} + buffer {buffer}, window {window}".format(**settings)
-    return f"{settings['model']} on {settings['data']}; {cache}; correction {settings['correction']}"
+    model, data = ("/".join(Path(settings[name]).parts[-2:]) for name in ("model", "data"))
+    return f"{model} on {data}; {cache}; correction {settings['correction']}"
 
 
 def points(run: dict, column: str) -> list[list[float]]:
