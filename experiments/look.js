@@ -239,7 +239,7 @@ function drawTokens() {
     if (t < 0) return Object.assign(node, { className: "asked" });
     node.dataset.token = t;
     const strength = Math.min(1, Math.max(0, measure.strength(kept, t) || 0));
-    node.style.background = `rgb(${color(measure.color(kept, t))} / ${(0.75 * strength).toFixed(3)})`;
+    node.style.background = `rgb(var(--${measure.color(kept, t)}) / ${(0.75 * strength).toFixed(3)})`;
     node.classList.toggle("smallest", t === kept.smallest);
     node.classList.toggle("chosen", t === state.token);
     return node;
@@ -254,7 +254,7 @@ function drawScale(measure) {
   const stops = ends.flatMap((name, side) => {
     // as the tokens: roots of the distance from 1 where xi is shown
     const strengths = name ? [0, 0.25, 0.5, 0.75, 1].map((s) => (state.measure === "xi" ? Math.sqrt(s) : s)) : [];
-    return (side ? strengths : strengths.reverse()).map((s) => `rgb(${color(name)} / ${0.75 * s})`);
+    return (side ? strengths : strengths.reverse()).map((s) => `rgb(var(--${name}) / ${0.75 * s})`);
   });
   const ramp = el("span", { className: "ramp" });
   ramp.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
@@ -335,13 +335,14 @@ function paint(canvas, kept) {
   canvas.width = canvas.height = n;
   const context = canvas.getContext("2d");
   const image = context.createImageData(n, n);
-  const [asked, answered] = [color("prompt"), color("key")].map((rgb) => rgb.split(" ").map(Number));
+  const [asked, answered, grey] = [color("prompt"), color("key"), "128 128 128"].map((rgb) => rgb.split(" ").map(Number));
   for (let row = 0; row < n; row++) {
     for (let column = 0; column <= row; column++) {
       const at = row * n + column;
       if (row) held[at] += held[at - n];
-      const rgb = held[at] ? (column < bin(kept.prompt) ? asked : answered) : [128, 128, 128];
-      image.data.set([...rgb, held[at] ? 50 + (205 * held[at]) / keys[column] : 46], 4 * at);
+      const rgb = held[at] ? (column < bin(kept.prompt) ? asked : answered) : grey;
+      for (let i = 0; i < 3; i++) image.data[4 * at + i] = rgb[i];
+      image.data[4 * at + 3] = held[at] ? 50 + (205 * held[at]) / keys[column] : 46;
     }
   }
   context.putImageData(image, 0, 0);
@@ -406,7 +407,7 @@ function listen() {
     $(name).append(...["all", ...Array(count ?? 0).keys()].map((i) => el("option", { value: i }, String(i))));
     $(name).onchange = drawCache;
   }
-  matchMedia("(prefers-color-scheme: dark)").onchange = () => choose(state.response);
+  matchMedia("(prefers-color-scheme: dark)").onchange = drawCache;
 }
 
 drawHead();
