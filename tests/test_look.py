@@ -50,8 +50,23 @@ def recorded(files, tmp_path_factory) -> Path:
         return run(files, tmp_path_factory.mktemp("recorded") / "run", "--record-samples", "5")
 
 
+@pytest.fixture(scope="module")
+def strict(files, tmp_path_factory) -> Path:
+    """The same with an epsilon at which some of those that are kept are rejected, and their weights 0."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.is_correct", half_right)
+        options = ["--record-samples", "5", "--epsilon", "0.8"]
+        folder = run(files, tmp_path_factory.mktemp("strict") / "run", *options)
+    assert {r["accepted"] for r in step_four(folder)} == {True, False}
+    return folder
+
+
 def kept(folder: Path, step: int) -> dict:
     return load_file(folder / RECORDED.format(step))
+
+
+def step_four(folder: Path) -> list[dict]:
+    return [s for s in lines(folder / "samples.jsonl") if s["step"] == 4]
 
 
 def page_of(look, *argv, out: Path) -> dict:
@@ -141,7 +156,7 @@ def test_the_end_of_a_run_names_the_command(files, tmp_path, capsys):
 
 
 def test_the_page_has_the_curves_of_plot_and_the_responses_of_the_step(look, recorded, tmp_path):
-    """The last step by default; what is kept; evictions of as many as wanted, of smallest xi."""
+    """The last step by default; what is kept; its tokens put together are its text."""
     data = page_of(look, recorded, "--evictions", "2", out=tmp_path / "p.html")
     metrics = lines(recorded / "metrics.jsonl")
     curves = {curve["title"]: curve["points"] for curve in data["curves"]}
@@ -151,12 +166,20 @@ def test_the_page_has_the_curves_of_plot_and_the_responses_of_the_step(look, rec
     assert [r["response"] for r in data["responses"]] == [s["response"] for s in samples]
     assert [r["group"] for r in data["responses"]] == [i // 4 for i in range(16)]
     ranked = sorted(kept(recorded, 4)["rows"].tolist(), key=lambda row: samples[row]["xi_min"])
-    assert [r["number"] for r in data["responses"] if r["has"] == 2] == sorted(ranked[:2])
     assert [r["number"] for r in data["responses"] if r["has"]] == sorted(ranked)
     for r in data["responses"]:
         if r["kept"]:
             text = "".join(r["kept"]["pieces"]).removesuffix("<end>")
             assert text == data["groups"][r["group"]]["prompt"] + r["response"]
+
+
+def test_evictions_are_shown_of_the_responses_of_smallest_xi(look, recorded, tmp_path):
+    """As many as wanted."""
+    for step in (1, 2, 3, 4):
+        data = page_of(look, recorded, "--step", step, "--evictions", "2", out=tmp_path / "p.html")
+        samples = [s for s in lines(recorded / "samples.jsonl") if s["step"] == step]
+        ranked = sorted(range(16), key=lambda row: samples[row]["xi_min"])
+        assert [r["number"] for r in data["responses"] if r["has"] == 2] == sorted(ranked[:2])
 
 
 def test_what_is_missing_is_said(look, recorded, four_steps, tmp_path):
@@ -223,9 +246,9 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(look, recorded, browser, tmp_path) -> Browser:
-    """The page of the recorded run, open, with no complaint in the console; checked again at the end of the test."""
-    look.main([str(recorded), "--evictions", "4", "--out", str(tmp_path / "p.html")])
+def page(look, strict, browser, tmp_path) -> Browser:
+    """The page of a recorded run, open, with no complaint in the console; checked again at the end of the test."""
+    look.main([str(strict), "--evictions", "4", "--out", str(tmp_path / "p.html")])
     browser.scheme("light")
     browser.open(tmp_path / "p.html")
     assert browser.problems == []
@@ -238,33 +261,31 @@ def column(page: Browser, place: int) -> list[str]:
     return page.run(f"[...document.querySelectorAll('tr.response td:nth-child({place})')].map(td => td.textContent)")
 
 
-def step_four(recorded: Path) -> list[dict]:
-    return [s for s in lines(recorded / "samples.jsonl") if s["step"] == 4]
-
-
 @pytest.mark.parametrize(
     ("name", "place", "key"), [("xi_min", 5, "xi_min"), ("tokens", 7, "tokens"), ("reward", 3, "reward")]
 )
-def test_responses_are_sorted_by_a_click(name, place, key, page, recorded):
+def test_responses_are_sorted_by_a_click(name, place, key, page, strict):
     """By smallest xi, length or reward, in one direction and then the other; in groups at first."""
     numbers = list(map(str, range(16)))
     assert column(page, 1) == numbers and page.run("document.querySelectorAll('tr.group').length") == 4
     orders = []
     for _ in range(2):
         page.point(f"th[data-column={name}] button", click=True)
-        orders.append([step_four(recorded)[int(i)][key] for i in column(page, 1)])
+        orders.append([step_four(strict)[int(i)][key] for i in column(page, 1)])
         assert sorted(column(page, 1)) == sorted(numbers)
     assert sorted(orders, key=lambda o: o[0]) == [sorted(orders[0]), sorted(orders[0], reverse=True)]
 
 
-def test_a_response_is_shown_with_the_reason_of_its_fate(page, recorded):
+def test_a_response_is_shown_with_the_reason_of_its_fate(page, strict):
     """A click on its row: the rule, its smallest xi, and the token that has it, framed."""
-    samples, r = step_four(recorded), kept(recorded, 4)
+    samples, r = step_four(strict), kept(strict, 4)
     for i, row in enumerate(r["rows"].tolist()):
         page.point(f"tr[data-number='{row}']", click=True)
         P, R = int(r["prompt_lengths"][i]), int(r["response_lengths"][i])
         smallest = int((r["logp_old"] - r["logp_sparse"])[i, :R].argmin())
         assert page.run("location.hash") == f"#{row}"
+        outcome = "accepted" if samples[row]["accepted"] else "rejected"
+        assert page.run("$('response').firstElementChild.textContent").endswith(outcome)
         verdict = page.run("document.querySelector('.verdict').textContent")
         xi = float(verdict.split("the smallest here is ")[1].split(". ")[0].split(".It")[0].removesuffix("."))
         assert xi == pytest.approx(samples[row]["xi_min"], rel=0.05) and f"It is token {smallest}, " in verdict
@@ -272,39 +293,63 @@ def test_a_response_is_shown_with_the_reason_of_its_fate(page, recorded):
         assert page.run("document.querySelectorAll('#tokens span').length") == P + R
 
 
-def test_a_token_tells_its_numbers_and_what_its_query_saw(page, recorded):
-    """Hovering: both log-probs, xi, weight, keys held. A click: what was gone is struck through, by layer and head."""
-    r = kept(recorded, 4)
-    shown = page.run("page.responses.filter(x => x.has === 2).map(x => x.number)")
-    i = r["rows"].tolist().index(shown[0])
+def facts(page: Browser) -> dict[str, str]:
+    """What the tip under the pointer says."""
+    return page.run(
+        "Object.fromEntries([...$('tip').querySelectorAll('tr')]"
+        ".map(row => [...row.cells].map(cell => cell.textContent)))"
+    )
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_token_tells_its_numbers(which, page, strict):
+    """Hovering: both log-probs, xi, the weight as used (0 where rejected), keys held in the layer and head chosen."""
+    r, number = kept(strict, 4), page.run("page.responses.filter(x => x.has === 2).map(x => x.number)")[which]
+    i = r["rows"].tolist().index(number)
     P, R = int(r["prompt_lengths"][i]), int(r["response_lengths"][i])
-    page.point(f"tr[data-number='{shown[0]}']", click=True)
-    for t in (0, R // 2, R - 1):
-        for layer, head in ((0, 1), (1, 0)):
-            page.run(f"$('layer').value = {layer}; $('head').value = {head}; $('head').onchange()")
-            page.point(f"#tokens span[data-token='{t}']", click=True)
-            facts = page.run(
-                "Object.fromEntries([...$('tip').querySelectorAll('tr')]"
-                ".map(row => [...row.children].map(cell => cell.textContent)))"
-            )
-            for name, text in (("logp_sparse", "sampler's log-prob"), ("logp_old", "dense log-prob")):
-                assert float(facts[text].split()[0]) == pytest.approx(float(r[name][i, t]), abs=6e-4)
-            xi = math.exp(r["logp_old"][i, t] - r["logp_sparse"][i, t])
-            assert float(facts["xi"]) == pytest.approx(xi, rel=0.006)
-            assert float(facts["weight as used"]) == pytest.approx(float(r["weights"][i, t]), rel=0.006)
-            query, gone = P + t - 1, r["evicted_at"][i, layer, head]
-            held = [j for j in range(query + 1) if gone[j] > query]
-            assert facts["keys held"].startswith(f"{len(held)} of {query + 1}, layer {layer}, head {head}")
-            struck = page.run("[...document.querySelectorAll('#context .gone')].map(x => Number(x.dataset.position))")
-            assert struck == [j for j in range(query + 1) if j not in held]
-    page.run("$('tokens').focus()")
+    page.point(f"tr[data-number='{number}']", click=True)
+    for t, layer, head in ((0, 0, 0), (R // 2, 0, 1), (R // 2, 1, 0), (R - 1, 1, 1)):
+        page.run(f"$('layer').value = {layer}; $('head').value = {head}; $('head').onchange()")
+        page.point(f"#tokens span[data-token='{t}']")
+        told = facts(page)
+        for name, text in (
+            ("logp_sparse", "sampler's log-prob"),
+            ("logp_old", "dense log-prob"),
+            ("entropy", "entropy"),
+        ):
+            assert float(told[text].split()[0]) == pytest.approx(float(r[name][i, t]), abs=6e-4)
+        assert float(told["xi"]) == pytest.approx(math.exp(r["logp_old"][i, t] - r["logp_sparse"][i, t]), rel=0.006)
+        assert float(told["weight as used"]) == pytest.approx(float(r["weights"][i, t]), rel=0.006)
+        query, gone = P + t - 1, r["evicted_at"][i, layer, head]
+        held = sum(bool(gone[j] > query) for j in range(query + 1))
+        assert told["keys held"] == f"{held} of {query + 1}, layer {layer}, head {head}"
+
+
+@pytest.mark.parametrize("layer", ["0", "1", "all"])
+def test_a_click_on_a_token_strikes_out_what_its_query_did_not_see(layer, page, strict):
+    """In the text of prompt and response up to there; of all heads together, what none of them held. Arrows go on."""
+    r, number = kept(strict, 4), page.run("state.response.number")
+    i = r["rows"].tolist().index(number)
+    P, R = int(r["prompt_lengths"][i]), int(r["response_lengths"][i])
+    gone = r["evicted_at"][i].flatten(0, 1).amax(0) if layer == "all" else r["evicted_at"][i, int(layer), 1]  # (T,)
+    page.run(
+        f"$('layer').value = '{layer}'; $('head').value = '{'all' if layer == 'all' else 1}'; $('head').onchange()"
+    )
+    page.point("#tokens span[data-token='0']", click=True)
+    for t in range(R):
+        query = P + t - 1
+        shown = page.run("[...document.querySelectorAll('#context span')].map(x => [x.className, x.dataset.position])")
+        struck = [int(position) for name, position in shown if name.startswith("gone")]
+        assert len(shown) == query + 1 and struck == [j for j in range(query + 1) if gone[j] <= query]
+        assert f"position {query} saw" in page.run("$('seen').textContent")
+        page.key("ArrowRight")
     page.key("ArrowLeft")
     assert page.run("state.token") == R - 2
 
 
-def test_the_map_shows_what_each_query_saw(page, recorded):
+def test_the_map_shows_what_each_query_saw(page, strict):
     """A pixel a query (row) and key (column): opaque where held, faint where evicted, empty above the diagonal."""
-    r = kept(recorded, 4)
+    r = kept(strict, 4)
     number = page.run("state.response.number")
     i = r["rows"].tolist().index(number)
     T = int(r["prompt_lengths"][i] + r["response_lengths"][i])
