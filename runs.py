@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from model import Decoder, read_json, save_model
 
@@ -182,6 +183,14 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file, whole or not at all, in a folder that is made if need be."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial)
+    partial.replace(path)
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write a JSON file, whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
@@ -221,6 +230,7 @@ def new_folder(folder: Path) -> None:
 
 PATHS = ("model", "data", "eval_data", "reward")  # options that name files: a run knows them by their contents
 OPTIMIZER = "training/optimizer.safetensors"
+RECORDED = "recorded/step-{:06d}.safetensors"  # of a step, in the run folder
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:

@@ -47,9 +47,9 @@ def free(settings: dict) -> set[str]:
 
     In bfloat16 neither the rows of a rollout, nor the learner's padding, nor the device: they round otherwise.
     """
-    names = {"steps", "eval_every", "save_every", "keep", "sample_every", "dry_run", "resume", *runs.PATHS}
+    names = {"steps", "eval_every", "save_every", "keep", "sample_every", "record_samples", "dry_run", "resume"}
     exact = {"rollout_rows", "micro_tokens", "device"} if settings["dtype"] == "float32" else set()
-    return names | exact | {"gradient_checkpointing", "threads"}
+    return names | exact | {"gradient_checkpointing", "threads", *runs.PATHS}
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Config(Shared):
     save_every: int = option(5, "write a checkpoint after every so many steps, and after the last", at_least=1)
     keep: int = option(0, "keep so many checkpoints, the newest; 0 keeps all", at_least=0)
     sample_every: int = option(5, "print one sampled response after every so many steps; 0 never", at_least=0)
+    record_samples: int = option(0, "keep tokens and evictions of so many responses a step (smallest xi)", at_least=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -140,8 +141,10 @@ def pick_problems(count: int, prompts: int, step: int, seed: int) -> list[int]:
     return [order[place // count][place % count] for place in places]
 
 
-def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int) -> tuple[dict, list[dict]]:
-    """Sample, grade, score, update. Returns the step's metrics and one record a response.
+def train_step(
+    config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int
+) -> tuple[dict, list[dict], dict[str, Tensor]]:
+    """Sample, grade, score, update. Returns the step's metrics, one record a response, and its `recording`.
 
     The metrics: those of grpo.py, `Rollout.statistics`, entropy (nats a token, of the policy that gives logp_old),
     tokens (sampled), what `learn` returns, seconds of each part; for a replay run now and then dense_sampler_kl,
@@ -151,7 +154,7 @@ def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward,
     asked = [problems[i] for i in pick_problems(len(problems), config.prompts, step, config.seed)]
     how = config.cache | config.some("group_size", "max_new_tokens", "temperature") | {"rows": config.rollout_rows}
     how |= {"eos_ids": inputs.eos_ids, "generator": generator(config.seed, "rollout", step), "progress": True}
-    how |= {"record": config.replay}
+    how |= {"record": config.replay or config.record_samples > 0}
     r = rollout_batches(weights.decoder, [prompt.ids for prompt in asked], **how)
     asked = [prompt for prompt in asked for _ in range(config.group_size)]  # N, the prompt of each response
     texts = [task.response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in range(len(asked))]
@@ -194,7 +197,31 @@ def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward,
         | {name: column[i].item() if column[i].isfinite() else None for name, column in columns.items()}
         for i, (prompt, text) in enumerate(zip(asked, texts, strict=True))
     ]
-    return metrics, records
+    return metrics, records, recording(config, r, logp_old, entropy) if config.record_samples else {}
+
+
+def correction(config: Config, r: Rollout, logp_old: Tensor, rows: Tensor) -> grpo.Correction:
+    """The correction of an update on these rows (n,)."""
+    how = config.some("correction", "epsilon", "xi_cap", "aggregation") | {"max_length": config.max_new_tokens}
+    return grpo.correct(logp_old[rows], r.logp_sparse[rows], r.mask[rows], **how)
+
+
+def recording(config: Config, r: Rollout, logp_old: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+    """What --record-samples keeps of a step, for experiments/look.py: the n responses of smallest xi.
+
+    rows (n,): which they are; tokens (n, T); prompt_lengths, response_lengths (n,); logp_sparse, logp_old, entropy and
+    weights (xi as it was used) (n, R); evicted_at (n, L, K, T), see KVCache.record.
+    """
+    xi_min = grpo.extremes(logp_old, r.logp_sparse, r.mask)["xi_min"].nan_to_num(0)  # (N,)
+    rows = xi_min.argsort(stable=True)[: config.record_samples].sort().values  # (n,)
+    T, R = int(r.lengths[rows].max()), int(r.response_lengths[rows].max())
+    shares = torch.arange(len(r.tokens)).chunk(config.updates)
+    weights = torch.cat([correction(config, r, logp_old, share).weights for share in shares])  # (N, R)
+    each = {"logp_sparse": r.logp_sparse, "logp_old": logp_old, "entropy": entropy, "weights": weights}
+    kept = {name: values[rows, :R] for name, values in each.items()}
+    kept |= {"prompt_lengths": r.prompt_lengths[rows], "response_lengths": r.response_lengths[rows]}
+    evicted_at = torch.stack([layer[rows, :, :T] for layer in r.evicted_at], dim=1)  # (n, L, K, T)
+    return {"rows": rows, "tokens": r.tokens[rows, :T].int(), "evicted_at": evicted_at, **kept}
 
 
 def learn(config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -216,8 +243,7 @@ def update(
     The metrics are "updates_skipped" where nothing would teach, "updates_not_finite" where loss or gradient are not.
     """
     device = weights.decoder.embed_tokens.weight.device
-    how = config.some("correction", "epsilon", "xi_cap", "aggregation") | {"max_length": config.max_new_tokens}
-    c = grpo.correct(scored["logp_old"][rows], r.logp_sparse[rows], r.mask[rows], **how)
+    c = correction(config, r, scored["logp_old"], rows)
     teaching = grpo.teaches(scored["advantages"][rows], c)  # (n,)
     if not teaching.any():
         return c.accepted, {"updates_skipped": 1}
@@ -276,7 +302,9 @@ def train(
     for step in bar:
         if stopping:
             break
-        metrics, records = train_step(config, inputs, weights, reward, step)
+        metrics, records, recorded = train_step(config, inputs, weights, reward, step)
+        if recorded:
+            runs.write_tensors(folder / runs.RECORDED.format(step + 1), recorded)
         runs.append(folder / "samples.jsonl", records)
         runs.append(folder / "metrics.jsonl", [metrics])
         done, last = step + 1, step + 1 == config.steps
@@ -346,6 +374,7 @@ def summary(config: Config, folder: Path) -> str:
         f"rollout cache {cache}, dense keys and values would take {dense}",
         "time " + ", ".join(f"{name} {s:.0f} s ({s / sum(seconds.values()):.0%})" for name, s in seconds.items()),
         f"in {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}",
+        f"to look at it: python experiments/look.py {folder}",
     ]
     return "\n".join(lines)
 
@@ -435,6 +464,9 @@ def open_run(config: Config, folder: Path, hashes: dict[str, str], done: int) ->
     }
     for file, kept in records.items():
         runs.write_whole(folder / file, runs.as_lines(kept))
+    for file in folder.glob("recorded/*"):
+        if file > folder / runs.RECORDED.format(done):
+            file.unlink()
     runs.write_json(folder / "inputs.json", hashes)
     runs.write_json(folder / "config.json", runs.absolute(asdict(replace(config, resume="", dry_run=False))))
 
