@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+import ranks
 from kvcache import EMPTY, KVCache
 from model import Decoder, ModelConfig, wide
 
@@ -90,6 +91,16 @@ class Rollout:
             cached_tokens=sum(part.cached_tokens for part in parts),
             seconds=sum(part.seconds for part in parts),
             evicted_at=[rows(layer, EMPTY) for layer in zip(*records, strict=True)] or None,
+        )
+
+    @staticmethod
+    def side_by_side(parts: list[Rollout]) -> Rollout:
+        """The responses of several ranks, which sampled at the same time, each into a cache of its own."""
+        return replace(
+            Rollout.cat(parts),
+            cache_bytes={name: sum(part.cache_bytes[name] for part in parts) for name in parts[0].cache_bytes},
+            dense_bytes=sum(part.dense_bytes for part in parts),
+            seconds=max(part.seconds for part in parts),
         )
 
 
@@ -236,13 +247,29 @@ def rollout(
 
 
 def rollout_batches(
-    model: Decoder, prompts: list[list[int]], *, group_size: int, rows: int, progress: bool = False, **settings
+    model: Decoder,
+    prompts: list[list[int]],
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    rows: int,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+    **settings,
 ) -> Rollout:
-    """`rollout` of at most `rows` responses (at least a group) at a time: less memory, the same but for rounding."""
+    """`rollout` of at most `rows` responses (at least a group) at a time: less memory, the same but for rounding.
+
+    Each rank samples its share of the prompts, and gets the responses to all of them.
+    """
+    first, last = ranks.share(len(prompts))
+    torch.rand(first * group_size, 1 + max_new_tokens, generator=generator)  # the numbers of the rows before
     size = max(1, rows // group_size)
-    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    batches = [prompts[i : min(i + size, last)] for i in range(first, last, size)]
     bar = tqdm(batches, desc="batches", leave=False, disable=not progress or len(batches) == 1)
-    return Rollout.cat([rollout(model, batch, group_size=group_size, progress=progress, **settings) for batch in bar])
+    how = {"group_size": group_size, "max_new_tokens": max_new_tokens, "generator": generator, "progress": progress}
+    with ranks.whole(model):
+        parts = [rollout(model, batch, **how, **settings) for batch in bar]
+    return Rollout.side_by_side([Rollout.cat(some) for some in ranks.gather(parts) if some])  # a rank may have none
 
 
 # ------------------------------------------------------------------------------------------------ dense scoring
@@ -294,16 +321,19 @@ def micro_batches(rows: Tensor, lengths: Tensor, micro_tokens: int) -> Iterator[
             yield torch.tensor(batch)
             batch = []
         batch.append(row)
-    yield torch.tensor(batch)
+    if batch:
+        yield torch.tensor(batch)
 
 
 @torch.no_grad()
 def rescore(decoder: Decoder, r: Rollout, micro_tokens: int) -> tuple[Tensor, Tensor]:
     """Dense log-probs (logp_old or logp_ref) and entropies (N, R) of a rollout, on the CPU, without gradient."""
     logp, entropy = torch.zeros_like(r.logp_sparse), torch.zeros_like(r.logp_sparse)
-    for rows in tqdm(list(micro_batches(torch.arange(len(r.tokens)), r.lengths, micro_tokens)), "scoring", leave=False):
-        logp[rows], entropy[rows] = (x.cpu() for x in dense_logprobs(decoder, r, rows, entropy=True))
-    return logp, entropy
+    mine = ranks.deal(torch.arange(len(r.tokens)), r.lengths)[ranks.rank()]
+    with ranks.whole(decoder):
+        for rows in tqdm(list(micro_batches(mine, r.lengths, micro_tokens)), "scoring", leave=False):
+            logp[rows], entropy[rows] = (x.cpu() for x in dense_logprobs(decoder, r, rows, entropy=True))
+    return ranks.total(logp), ranks.total(entropy)  # each row is 0 but on one rank
 
 
 def memory(

@@ -16,7 +16,6 @@ import inspect
 import math
 import random
 import signal
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import grpo
+import ranks
 import runs
 import task
 from answers import is_correct
@@ -132,14 +132,15 @@ def pick_problems(count: int, prompts: int, step: int, seed: int) -> list[int]:
 
 def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward, step: int) -> tuple[dict, list[dict]]:
     """Sample, grade, score, update. Returns the step's metrics and one record a response."""
-    problems = inputs.prompts["data"]
+    problems, waited = inputs.prompts["data"], ranks.waited()
     asked = [problems[i] for i in pick_problems(len(problems), config.prompts, step, config.seed)]
     how = config.cache | config.some("group_size", "max_new_tokens", "temperature") | {"rows": config.rollout_rows}
     how |= {"eos_ids": inputs.eos_ids, "generator": generator(config.seed, "rollout", step), "progress": True}
     r = rollout_batches(weights.decoder, [prompt.ids for prompt in asked], **how)
     asked = [prompt for prompt in asked for _ in range(config.group_size)]  # N, the prompt of each response
     texts = [task.response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in range(len(asked))]
-    rewards = torch.tensor([reward(text, prompt.answer) for text, prompt in zip(texts, asked, strict=True)])  # (N,)
+    graded = ranks.first(lambda: [reward(text, prompt.answer) for text, prompt in zip(texts, asked, strict=True)])
+    rewards = torch.tensor(graded)  # (N,)
     advantages = grpo.group_advantages(rewards, config.group_size, normalize_std=config.normalize_std)  # (N,)
 
     scoring = time.perf_counter()
@@ -163,6 +164,7 @@ def train_step(config: Config, inputs: Inputs, weights: Weights, reward: Reward,
         "rollout_seconds": r.seconds,
         "scoring_seconds": updating - scoring,
         "update_seconds": ended - updating,
+        "waiting_seconds": ranks.mean(ranks.waited() - waited),
     }
     columns = {"reward": rewards, "advantage": advantages, "accepted": accepted, "tokens": r.response_lengths}
     columns |= {"finished": r.finished, **grpo.extremes(logp_old, r.logp_sparse, r.mask)}
@@ -202,14 +204,16 @@ def update(
     needed = (c.accepted if config.kl_coef else teaching).nonzero()[:, 0]
     weights.optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
-    for part in tqdm(list(micro_batches(needed, r.lengths[rows], config.micro_tokens)), desc="update", leave=False):
+    shares = [list(micro_batches(s, r.lengths[rows], config.micro_tokens)) for s in ranks.deal(needed, r.lengths[rows])]
+    for part, counts in tqdm(ranks.in_step(shares), desc="update", leave=False):
         (logp,) = dense_logprobs(weights.decoder, r, rows[part])  # (b, R), with gradient
         given = {name: x[rows[part]].to(device) for name, x in scored.items()}
         how = {"clip": (config.clip_low, config.clip_high), "kl_coef": config.kl_coef}
         loss, metrics = grpo.surrogate_loss(logp, c[part].to(device), **given, **how)
-        loss.backward()
-        sums = {name: sums.get(name, 0) + value for name, value in metrics.items()}
-    norm = torch.nn.utils.clip_grad_norm_(weights.master.parameters(), config.max_grad_norm)
+        (counts * loss).backward()
+        sums = {name: sums.get(name, 0) + counts * value for name, value in metrics.items()}
+    sums = {name: ranks.total(value) for name, value in sums.items()}
+    norm = ranks.full(torch.nn.utils.clip_grad_norm_(weights.master.parameters(), config.max_grad_norm))
     if not all(value.isfinite() for value in (norm, *sums.values())):
         return c.accepted, {"updates_not_finite": 1}
     for group in weights.optimizer.param_groups:
@@ -226,7 +230,7 @@ def compute_copy(master: Decoder, dtype: torch.dtype) -> Decoder:
 
     A bf16 weight of 0.02 does not feel a change of 1e-6: gradients are summed, and weights moved, in fp32.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or ranks.count() > 1:  # of several, each puts the weights together in `dtype`
         return master
     decoder = copy.deepcopy(master).to(dtype)
     for parameter, original in zip(decoder.parameters(), master.parameters(), strict=True):
@@ -251,7 +255,7 @@ def train(
     evaluate_if_due(config, inputs, weights, folder, done)  # before the first step, or left out by a kill
     bar = tqdm(range(done, config.steps), desc="training", initial=done, total=config.steps, unit="step")
     for step in bar:
-        if stopping:
+        if ranks.agree(stopping):
             break
         metrics, records = train_step(config, inputs, weights, reward, step)
         runs.append(folder / "samples.jsonl", records)
@@ -262,20 +266,20 @@ def train(
             shown = "\nstep {step}, reward {reward:g} (answer {answer}):\n{prompt}{response}\n"
             tqdm.write(shown.format(**records[0]))
         if metrics["updates_not_finite"]:
-            complain(folder, done, records)
+            ranks.first(functools.partial(complain, folder, done, records))
         if done % config.save_every == 0 or last:
             save(step=done)
-        if not stopping:
+        if not ranks.agree(stopping):
             evaluate_if_due(config, inputs, weights, folder, done)
-    if done not in {0, *dict(runs.checkpoints(folder))}:  # stopped between two checkpoints
+    if ranks.first(lambda: done not in {0, *dict(runs.checkpoints(folder))}):  # stopped between two checkpoints
         save(step=done)
     if not stopping:
-        print("\n" + summary(config, folder))
+        ranks.first(lambda: print("\n" + summary(config, folder)))
 
 
 def evaluate_if_due(config: Config, inputs: Inputs, weights: Weights, folder: Path, done: int) -> None:
     """Add the greedy accuracy on the held-out problems, dense and with the run's compressor, to evals.jsonl."""
-    evaluations = runs.read_records(folder / "evals.jsonl")
+    evaluations = ranks.first(lambda: runs.read_records(folder / "evals.jsonl"))
     due = done in (0, config.steps) or (config.eval_every > 0 and done % config.eval_every == 0)
     if not due or not (held_out := inputs.prompts["eval_data"]) or any(e["step"] == done for e in evaluations):
         return
@@ -382,8 +386,9 @@ def load_weights(config: Config, folder: Path, device: torch.device) -> tuple[We
     ValueError for a checkpoint that cannot be read: whoever moves it away goes on from the one before it.
     """
     (step, source), *before = [*(runs.checkpoints(folder) if config.resume else []), (0, Path(config.model))]
+    dtype = getattr(torch, config.dtype)
     try:
-        master = load_model(source, device=device)
+        master = ranks.place(load_model(source), dtype, device)
         betas, decay = (config.beta1, config.beta2), config.weight_decay
         optimizer = torch.optim.AdamW(master.parameters(), config.lr, betas, weight_decay=decay)
         if step:
@@ -392,8 +397,7 @@ def load_weights(config: Config, folder: Path, device: torch.device) -> tuple[We
         remedy = f"; if {source} is damaged, move it away, and the run goes on from step {before[0][0]}" if step else ""
         raise ValueError(f"{error}{remedy}") from None
     master.checkpointing = config.gradient_checkpointing
-    dtype = getattr(torch, config.dtype)
-    reference = load_model(config.model, dtype, device).requires_grad_(False) if config.kl_coef else None
+    reference = ranks.place(load_model(config.model, dtype), dtype, device) if config.kl_coef else None
     return Weights(master, compute_copy(master, dtype), reference, optimizer), step
 
 
@@ -410,6 +414,7 @@ def open_run(config: Config, folder: Path, hashes: dict[str, str], done: int) ->
     runs.write_json(folder / "config.json", runs.absolute(asdict(replace(config, resume="", dry_run=False))))
 
 
+@ranks.joined()
 def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
     """The command line. reward: a function (response, answer) -> float in place of the check of the answer."""
     config, given = runs.parse_config(Config, argv, "train.py", "Train on rollouts from a compressed KV cache.")
@@ -426,7 +431,7 @@ def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
         print(plan(config, inputs))
         if config.dry_run:
             return
-        folder = Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = ranks.first(lambda: Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
         hashes = fingerprints(config, inputs, reward)
         if config.resume:
             runs.check_inputs(folder, hashes)
@@ -443,7 +448,7 @@ def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
         train(config, inputs, weights, graded, folder, done, stopping)
     if stopping:
         steps, name = next((step for step, _ in runs.checkpoints(folder)), 0), signal.Signals(stopping[0]).name
-        print(f"\ntrain.py: stopped by {name} after step {steps}; {advice}", file=sys.stderr)
+        ranks.last_words(f"\ntrain.py: stopped by {name} after step {steps}; {advice}")
         raise SystemExit(128 + stopping[0])
 
 
