@@ -231,7 +231,8 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(config.model, getattr(torch, config.dtype), device)
         folder = ranks.first(lambda: Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}"))
         runs.new_folder(folder)
-    results, graded = {}, task.held_to_its_promise(reward, config.reward, folder) if reward else None
+    results, grades = {}, reward and ranks.rank() == 0
+    graded = task.held_to_its_promise(reward, config.reward, folder) if grades else None
     with runs.one_sentence("eval.py", (OSError, FloatingPointError, task.RewardError)):
         for name, c in sets.items():
             how = c.some("samples", "seed", "rows", "max_new_tokens", "temperature", "top_p", "extract") | c.cache

@@ -19,7 +19,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+
+from model import Decoder
 
 PATIENCE = timedelta(minutes=30)  # a rank that is alive but does not come is given up after this
 
@@ -27,7 +29,7 @@ PATIENCE = timedelta(minutes=30)  # a rank that is alive but does not come is gi
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
     """Be one of torchrun's ranks meanwhile, if it started this process. Only rank 0 prints, but see `last_words`."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
         yield
         return
     if os.environ["RANK"] != "0":
@@ -147,7 +149,7 @@ def in_step(shares: list[list]) -> list[tuple]:
 # ------------------------------------------------------------------------------------------------ sharded weights
 
 
-def place(decoder: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def place(decoder: Decoder, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Move a decoder from the CPU to this device, of several ranks to each its part (FSDP2), a layer at a time.
 
     A layer's weights are then put together in `dtype` while it computes; gradients are summed over the ranks, in fp32.
@@ -168,16 +170,22 @@ def place(decoder: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Mo
 
 
 @contextlib.contextmanager
-def whole(decoder: nn.Module) -> Iterator[None]:
-    """Keep all weights together meanwhile, to be called as often as a rank likes, without gradient."""
-    sharded = [module for module in decoder.modules() if hasattr(module, "unshard")]
+def whole(decoder: Decoder) -> Iterator[Decoder]:
+    """The decoder with all of its weights meanwhile, to be called as often as a rank likes, without gradient.
+
+    A plain one: FSDP's hooks, at every layer and token, would cost more than putting the weights together once.
+    """
+    if not (sharded := [module for module in decoder.modules() if hasattr(module, "unshard")]):
+        yield decoder
+        return
     for module in sharded:
         module.unshard()
-        module.set_reshard_after_forward(False, recurse=False)
-    yield
+    with torch.device("meta"):
+        plain = Decoder(decoder.config)
+    plain.load_state_dict(dict(decoder.named_parameters()), assign=True)
+    yield plain.to(decoder.frequencies.device)
     for module in sharded:
         module.reshard()
-        module.set_reshard_after_forward(module is not decoder, recurse=False)
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -267,8 +267,8 @@ def rollout_batches(
     batches = [prompts[i : min(i + size, last)] for i in range(first, last, size)]
     bar = tqdm(batches, desc="batches", leave=False, disable=not progress or len(batches) == 1)
     how = {"group_size": group_size, "max_new_tokens": max_new_tokens, "generator": generator, "progress": progress}
-    with ranks.whole(model):
-        parts = [rollout(model, batch, **how, **settings) for batch in bar]
+    with ranks.whole(model) as decoder:
+        parts = [rollout(decoder, batch, **how, **settings) for batch in bar]
     return Rollout.side_by_side([Rollout.cat(some) for some in ranks.gather(parts) if some])  # a rank may have none
 
 
@@ -330,9 +330,9 @@ def rescore(decoder: Decoder, r: Rollout, micro_tokens: int) -> tuple[Tensor, Te
     """Dense log-probs (logp_old or logp_ref) and entropies (N, R) of a rollout, on the CPU, without gradient."""
     logp, entropy = torch.zeros_like(r.logp_sparse), torch.zeros_like(r.logp_sparse)
     mine = ranks.deal(torch.arange(len(r.tokens)), r.lengths)[ranks.rank()]
-    with ranks.whole(decoder):
+    with ranks.whole(decoder) as together:
         for rows in tqdm(list(micro_batches(mine, r.lengths, micro_tokens)), "scoring", leave=False):
-            logp[rows], entropy[rows] = (x.cpu() for x in dense_logprobs(decoder, r, rows, entropy=True))
+            logp[rows], entropy[rows] = (x.cpu() for x in dense_logprobs(together, r, rows, entropy=True))
     return ranks.total(logp), ranks.total(entropy)  # each row is 0 but on one rank
 
 
@@ -346,10 +346,12 @@ def memory(
     micro_tokens: int,
     gradient_checkpointing: bool = False,
     kl_coef: float = 0.0,
+    devices: int = 1,
 ) -> dict[str, int]:
     """Bytes that training on sequences of at most `longest` tokens needs at its peaks, by part. Nothing is allocated.
 
-    rows: sampled at a time; cache: its settings. The activations are an estimate within a tenth.
+    rows: sampled at a time; cache: its settings. The activations are an estimate within a tenth. Of several devices,
+    what each needs: its part of all that belongs to a weight, and a whole copy to sample with.
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Decoder(c).parameters())
@@ -363,10 +365,10 @@ def memory(
     how = {"dtype": dtype, "device": "meta"}
     return {
         "parameters": parameters,
-        "weights": (4 if dtype == torch.float32 else 4 + e) * parameters,
-        "gradients": 4 * parameters,
-        "optimizer": 8 * parameters,
-        "reference": e * parameters if kl_coef else 0,
+        "weights": 4 * parameters // devices + (0 if dtype == torch.float32 and devices == 1 else e * parameters),
+        "gradients": 4 * parameters // devices,
+        "optimizer": 8 * parameters // devices,
+        "reference": e * parameters // devices if kl_coef else 0,
         "activations": c.layers * kept + max(head, mlp + again),
         "cache": sum(cache_for(c, rows, longest, **cache, **how).nbytes.values()),
         "dense cache": sum(cache_for(c, rows, longest, compressor="full", **how).nbytes.values()),

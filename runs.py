@@ -133,10 +133,10 @@ def one_sentence(prog: str, errors=(ValueError, OSError), advice: str = ""):
         raise SystemExit(128 + signal.SIGINT) from None
     except (*errors, MemoryError, RuntimeError) as error:  # PyTorch has many words for a lack of memory
         full = re.search("out of memory|allocate memory|not enough memory", str(error)) or type(error) is MemoryError
-        alone = ranks.lost(error)
-        if not full and not alone and not isinstance(error, errors):
+        lost = "another rank has ended, or cannot be reached: " if ranks.lost(error) else ""
+        if not full and not lost and not isinstance(error, errors):
             raise
-        said = OUT_OF_MEMORY if full else "another rank has ended" if alone else " ".join(str(error).split())
+        said = OUT_OF_MEMORY if full else lost + " ".join(str(error).split())
         ranks.last_words(f"{prog}: error: {said}{advice}")
         raise SystemExit(2) from None
 

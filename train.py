@@ -100,8 +100,8 @@ class Config(Shared):
 
     @property
     def rows(self) -> int:
-        """The responses that are sampled at a time."""
-        return min(self.prompts * self.group_size, max(self.rollout_rows, self.group_size))
+        """The responses that are sampled at a time, on each rank."""
+        return min(-(-self.prompts // ranks.count()) * self.group_size, max(self.rollout_rows, self.group_size))
 
 
 @dataclass(frozen=True)
@@ -336,11 +336,12 @@ def plan(config: Config, inputs: Inputs) -> str:
     lengths, held_out = [len(prompt.ids) for prompt in inputs.prompts["data"]], len(inputs.prompts["eval_data"])
     longest, most = max(lengths) + config.max_new_tokens, config.prompts * config.group_size * config.max_new_tokens
     how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef") | {"dtype": getattr(torch, config.dtype)}
-    need = memory(inputs.model, config.cache, config.rows, longest, **how)
+    need = memory(inputs.model, config.cache, config.rows, longest, devices=ranks.count(), **how)
     parameters, cache, dense = (need.pop(name) for name in ("parameters", "cache", "dense cache"))
     lines = [
         f"model     {config.model}: {parameters:,} parameters, {config.dtype}",
         "memory    " + ", ".join(f"{name} {megabytes(size)}" for name, size in need.items() if size) + " (estimates)",
+        *[f"ranks     {n}; memory, and below the KV cache, are those of each" for n in [ranks.count()] if n > 1],
         f"problems  {len(lengths)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
         f"held out  {held_out or 'none'} in {config.eval_data or 'no file, so nothing is evaluated (see --eval-data)'}",
         f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} tokens "
