@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+import ranks
 import runs
 import task
 from answers import EXTRACTORS, extract_answer, is_correct
@@ -218,6 +219,7 @@ def overview(results: dict[str, dict[str, dict]]) -> str:
     return table(["accuracy", *results, "average"], lines)
 
 
+@ranks.joined()
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config, given = runs.parse_config(EvalConfig, argv, "eval.py", "Accuracy under dense and compressed decoding.")
@@ -227,9 +229,10 @@ def main(argv: list[str] | None = None) -> None:
         inputs = read_inputs(next(iter(sets.values())), {name: (c.data, c.limit) for name, c in sets.items()})
         reward = task.load_reward(config.reward) if config.reward else None
         model = load_model(config.model, getattr(torch, config.dtype), device)
-        folder = Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = ranks.first(lambda: Path(config.out or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}"))
         runs.new_folder(folder)
-    results, graded = {}, task.held_to_its_promise(reward, config.reward, folder) if reward else None
+    results, grades = {}, reward and ranks.rank() == 0
+    graded = task.held_to_its_promise(reward, config.reward, folder) if grades else None
     with runs.one_sentence("eval.py", (OSError, FloatingPointError, task.RewardError)):
         for name, c in sets.items():
             how = c.some("samples", "seed", "rows", "max_new_tokens", "temperature", "top_p", "extract") | c.cache

@@ -366,14 +366,18 @@ def load_model(folder, dtype: torch.dtype = torch.float32, device="cpu") -> Deco
     return decoder.to(device)  # what is not stored: the frequencies
 
 
-def save_model(decoder: Decoder, folder) -> None:
-    """Write config.json and model.safetensors, with the names other tools expect. Keys we do not use survive."""
+def save_model(decoder: Decoder, folder, state: dict[str, Tensor] | None = None) -> None:
+    """Write config.json and model.safetensors, with the names other tools expect. Keys we do not use survive.
+
+    state: its tensors by name, where the decoder itself holds only a part of each.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     raw, dtype = decoder.config.raw, str(decoder.norm.weight.dtype).removeprefix("torch.")
     raw = raw | {"dtype" if "dtype" in raw else "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    state = {n if n == "lm_head.weight" else f"model.{n}": t.contiguous() for n, t in decoder.state_dict().items()}
+    state = decoder.state_dict() if state is None else state
+    state = {n if n == "lm_head.weight" else f"model.{n}": t.contiguous() for n, t in state.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(folder / "config.json", folder / "model.safetensors")  # the library's own is for the owner alone
     (folder / INDEX).unlink(missing_ok=True)  # that of shards which the new file replaces

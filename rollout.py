@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+import ranks
 from kvcache import KVCache, Replay, record_dtype
 from model import Decoder, ModelConfig, wide
 
@@ -93,6 +94,16 @@ class Rollout:
             cached_tokens=sum(part.cached_tokens for part in parts),
             seconds=sum(part.seconds for part in parts),
             evicted_at=[rows(layer, torch.iinfo(dtype).max) for layer in zip(*records, strict=True)] or None,
+        )
+
+    @staticmethod
+    def side_by_side(parts: list[Rollout]) -> Rollout:
+        """The responses of several ranks, which sampled at the same time, each into a cache of its own."""
+        return replace(
+            Rollout.cat(parts),
+            cache_bytes={name: sum(part.cache_bytes[name] for part in parts) for name in parts[0].cache_bytes},
+            dense_bytes=sum(part.dense_bytes for part in parts),
+            seconds=max(part.seconds for part in parts),
         )
 
 
@@ -239,13 +250,29 @@ def rollout(
 
 
 def rollout_batches(
-    model: Decoder, prompts: list[list[int]], *, group_size: int, rows: int, progress: bool = False, **settings
+    model: Decoder,
+    prompts: list[list[int]],
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    rows: int,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+    **settings,
 ) -> Rollout:
-    """`rollout` of at most `rows` responses (at least a group) at a time: less memory, the same but for rounding."""
+    """`rollout` of at most `rows` responses (at least a group) at a time: less memory, the same but for rounding.
+
+    Each rank samples its share of the prompts, and gets the responses to all of them.
+    """
+    first, last = ranks.share(len(prompts))
+    torch.rand(first * group_size, 1 + max_new_tokens, generator=generator)  # the numbers of the rows before
     size = max(1, rows // group_size)
-    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    batches = [prompts[i : min(i + size, last)] for i in range(first, last, size)]
     bar = tqdm(batches, desc="batches", leave=False, disable=not progress or len(batches) == 1)
-    return Rollout.cat([rollout(model, batch, group_size=group_size, progress=progress, **settings) for batch in bar])
+    how = {"group_size": group_size, "max_new_tokens": max_new_tokens, "generator": generator, "progress": progress}
+    with ranks.whole(model) as decoder:
+        parts = [rollout(decoder, batch, **how, **settings) for batch in bar]
+    return Rollout.side_by_side([Rollout.cat(some) for some in ranks.gather(parts) if some])  # a rank may have none
 
 
 # ------------------------------------------------------------------------------------------------ dense scoring
@@ -301,16 +328,20 @@ def micro_batches(rows: Tensor, lengths: Tensor, micro_tokens: int) -> Iterator[
             yield torch.tensor(batch)
             batch = []
         batch.append(row)
-    yield torch.tensor(batch)
+    if batch:
+        yield torch.tensor(batch)
 
 
 @torch.no_grad()
 def rescore(decoder: Decoder, r: Rollout, micro_tokens: int, *, replay: bool = False) -> tuple[Tensor, Tensor]:
     """`response_logprobs` (logp_old or logp_ref) and entropies (N, R) of all, on the CPU, without gradient."""
     logp, entropy = torch.zeros_like(r.logp_sparse), torch.zeros_like(r.logp_sparse)
-    for rows in tqdm(list(micro_batches(torch.arange(len(r.tokens)), r.lengths, micro_tokens)), "scoring", leave=False):
-        logp[rows], entropy[rows] = (x.cpu() for x in response_logprobs(decoder, r, rows, replay=replay, entropy=True))
-    return logp, entropy
+    mine = ranks.deal(torch.arange(len(r.tokens)), r.lengths)[ranks.rank()]
+    with ranks.whole(decoder) as whole:
+        for rows in tqdm(list(micro_batches(mine, r.lengths, micro_tokens)), "scoring", leave=False):
+            scores = response_logprobs(whole, r, rows, replay=replay, entropy=True)
+            logp[rows], entropy[rows] = (x.cpu() for x in scores)
+    return ranks.total(logp), ranks.total(entropy)  # each row is 0 but on one rank
 
 
 def memory(
@@ -324,10 +355,12 @@ def memory(
     gradient_checkpointing: bool = False,
     kl_coef: float = 0.0,
     replay: bool = False,
+    devices: int = 1,
 ) -> dict[str, int]:
     """Bytes that training on sequences of at most `longest` tokens needs at its peaks, by part. Nothing is allocated.
 
-    rows: sampled at a time; cache: its settings. The activations are an estimate within a tenth.
+    rows: sampled at a time; cache: its settings. The activations are an estimate within a tenth. Of several devices,
+    what each needs: its part of all that belongs to a weight, and a whole copy to sample with.
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Decoder(c).parameters())
@@ -341,10 +374,10 @@ def memory(
     how = {"dtype": dtype, "device": "meta"}
     return {
         "parameters": parameters,
-        "weights": (4 if dtype == torch.float32 else 4 + e) * parameters,
-        "gradients": 4 * parameters,
-        "optimizer": 8 * parameters,
-        "reference": e * parameters if kl_coef else 0,
+        "weights": 4 * parameters // devices + (0 if dtype == torch.float32 and devices == 1 else e * parameters),
+        "gradients": 4 * parameters // devices,
+        "optimizer": 8 * parameters // devices,
+        "reference": e * parameters // devices if kl_coef else 0,
         "activations": c.layers * kept + max(head, mlp + again),
         "record": c.layers * c.kv_heads * rows * longest * record_dtype(longest).itemsize if replay else 0,
         "cache": sum(cache_for(c, rows, longest, **cache, **how).nbytes.values()),

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import ranks
 from model import Decoder, read_json, save_model
 
 # ---------------------------------------------------------------------------------- command lines from dataclasses
@@ -129,13 +130,15 @@ def one_sentence(prog: str, errors=(ValueError, OSError), advice: str = ""):
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\n{prog}: stopped", file=sys.stderr)
+        ranks.last_words(f"\n{prog}: stopped")
         raise SystemExit(128 + signal.SIGINT) from None
     except (*errors, MemoryError, RuntimeError) as error:  # PyTorch has many words for a lack of memory
         full = re.search("out of memory|allocate memory|not enough memory", str(error)) or type(error) is MemoryError
-        if not full and not isinstance(error, errors):
+        lost = "another rank has ended, or cannot be reached: " if ranks.lost(error) else ""
+        if not full and not lost and not isinstance(error, errors):
             raise
-        print(f"{prog}: error: {OUT_OF_MEMORY if full else ' '.join(str(error).split())}{advice}", file=sys.stderr)
+        said = OUT_OF_MEMORY if full else lost + " ".join(str(error).split())
+        ranks.last_words(f"{prog}: error: {said}{advice}")
         raise SystemExit(2) from None
 
 
@@ -177,7 +180,9 @@ def megabytes(count: float) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Give a file this content, whole or not at all."""
+    """Give a file this content, whole or not at all. Of several ranks, as in all that is written, the first does."""
+    if ranks.rank():
+        return
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -185,6 +190,8 @@ def write_whole(path: Path, text: str) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file, whole or not at all, in a folder that is made if need be."""
+    if ranks.rank():
+        return
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial)
@@ -203,6 +210,8 @@ def as_lines(records: list[dict]) -> str:
 
 def append(path: Path, records: list[dict]) -> None:
     """Add records to a JSONL file."""
+    if ranks.rank():
+        return
     with path.open("a", encoding="utf-8") as file:
         file.write(as_lines(records))
 
@@ -221,6 +230,8 @@ def read_records(path: Path, last_step: int = sys.maxsize) -> list[dict]:
 
 def new_folder(folder: Path) -> None:
     """Make a folder; ValueError if it holds something already."""
+    if ranks.rank():
+        return
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise ValueError(f"{folder} exists already: name another folder with --out")
@@ -247,7 +258,19 @@ def save_checkpoint(
     The folder holds a Hugging Face model, with tokenizer and templates from the folder `start`, and nothing else but
     the optimizer's state in training/.
     """
+    weights = {name: ranks.to_first(tensor) for name, tensor in decoder.state_dict().items()}
+    entries = [(name, optimizer.state.get(parameter, {})) for name, parameter in decoder.named_parameters()]
+    state = {f"{name}.{key}": ranks.to_first(value) for name, entry in entries for key, value in entry.items()}
     final = run / "checkpoints" / f"step-{step:06d}"
+    if ranks.rank() == 0:
+        write_checkpoint(final, decoder, weights, state, start)
+        for _, folder in checkpoints(run)[keep:] if keep else []:
+            shutil.rmtree(folder, ignore_errors=True)
+    ranks.meet()
+
+
+def write_checkpoint(final: Path, decoder: Decoder, weights: dict, state: dict, start: Path) -> None:
+    """Write the folder `final`, complete or not at all: weights and the optimizer's state, tensors by name."""
     partial = final.with_name(final.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -255,25 +278,25 @@ def save_checkpoint(
         for file in start.iterdir():
             if file.suffix in (".json", ".jinja", ".txt", ".model"):
                 shutil.copyfile(file, partial / file.name)
-        save_model(decoder, partial)  # with a config.json of its own, and no index of shards
-        state = {name: optimizer.state.get(parameter, {}) for name, parameter in decoder.named_parameters()}
-        tensors = {f"{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
-        save_file(tensors, partial / OPTIMIZER)
+        save_model(decoder, partial, weights)  # with a config.json of its own, and no index of shards
+        save_file(state, partial / OPTIMIZER)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
         raise
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    for _, folder in checkpoints(run)[keep:] if keep else []:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, decoder: Decoder, folder: Path) -> None:
     """Put back the state that `save_checkpoint` wrote; ValueError, naming the file, if it cannot be read."""
     try:
         tensors = load_file(folder / OPTIMIZER)
-        names = [name for name, _ in decoder.named_parameters()] if tensors else []  # none: no update was made yet
-        state = [{key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")} for name in names]
+        named = decoder.named_parameters() if tensors else []  # none: no update was made yet
+        state = [
+            {"step": tensors[f"{name}.step"]}
+            | {key: ranks.part_of(tensors[f"{name}.{key}"], parameter) for key in ("exp_avg", "exp_avg_sq")}
+            for name, parameter in named
+        ]
     except (OSError, SafetensorError, KeyError) as error:
         raise ValueError(f"cannot read {folder / OPTIMIZER}: {error}") from None
     optimizer.load_state_dict(optimizer.state_dict() | {"state": dict(enumerate(state))})

@@ -17,7 +17,6 @@ import math
 import random
 import signal
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import grpo
+import ranks
 import runs
 import task
 from answers import is_correct
@@ -111,8 +111,8 @@ class Config(Shared):
 
     @property
     def rows(self) -> int:
-        """The responses that are sampled at a time."""
-        return min(self.prompts * self.group_size, max(self.rollout_rows, self.group_size))
+        """The responses that are sampled at a time, on each rank."""
+        return min(-(-self.prompts // ranks.count()) * self.group_size, max(self.rollout_rows, self.group_size))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def train_step(
     tokens (sampled), what `learn` returns, seconds of each part; for a replay run now and then dense_sampler_kl,
     dense_rejected and dense_xi_p01, against the dense policy.
     """
-    problems = inputs.prompts["data"]
+    problems, waited = inputs.prompts["data"], ranks.waited()
     asked = [problems[i] for i in pick_problems(len(problems), config.prompts, step, config.seed)]
     how = config.cache | config.some("group_size", "max_new_tokens", "temperature") | {"rows": config.rollout_rows}
     how |= {"eos_ids": inputs.eos_ids, "generator": generator(config.seed, "rollout", step), "progress": True}
@@ -158,7 +158,8 @@ def train_step(
     r = rollout_batches(weights.decoder, [prompt.ids for prompt in asked], **how)
     asked = [prompt for prompt in asked for _ in range(config.group_size)]  # N, the prompt of each response
     texts = [task.response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in range(len(asked))]
-    rewards = torch.tensor([reward(text, prompt.answer) for text, prompt in zip(texts, asked, strict=True)])  # (N,)
+    graded = ranks.first(lambda: [reward(text, prompt.answer) for text, prompt in zip(texts, asked, strict=True)])
+    rewards = torch.tensor(graded)  # (N,)
     advantages = grpo.group_advantages(rewards, config.group_size, normalize_std=config.normalize_std)  # (N,)
 
     scoring = time.perf_counter()
@@ -189,6 +190,7 @@ def train_step(
         "rollout_seconds": r.seconds,
         "scoring_seconds": updating - scoring,
         "update_seconds": ended - updating,
+        "waiting_seconds": ranks.mean(ranks.waited() - waited),
     }
     columns = {"reward": rewards, "advantage": advantages, "accepted": accepted, "tokens": r.response_lengths}
     columns |= {"finished": r.finished, **grpo.extremes(logp_old, r.logp_sparse, r.mask)}
@@ -251,14 +253,16 @@ def update(
     needed = (c.accepted if config.kl_coef else teaching).nonzero()[:, 0]
     weights.optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
-    for part in tqdm(list(micro_batches(needed, r.lengths[rows], config.micro_tokens)), desc="update", leave=False):
+    shares = [list(micro_batches(s, r.lengths[rows], config.micro_tokens)) for s in ranks.deal(needed, r.lengths[rows])]
+    for part, counts in tqdm(ranks.in_step(shares), desc="update", leave=False):
         (logp,) = response_logprobs(weights.decoder, r, rows[part], replay=config.replay)  # (b, R), with gradient
         given = {name: x[rows[part]].to(device) for name, x in scored.items()}
         how = {"clip": (config.clip_low, config.clip_high), "kl_coef": config.kl_coef}
         loss, metrics = grpo.surrogate_loss(logp, c[part].to(device), **given, **how)
-        loss.backward()
-        sums = {name: sums.get(name, 0) + value for name, value in metrics.items()}
-    norm = torch.nn.utils.clip_grad_norm_(weights.master.parameters(), config.max_grad_norm)
+        (counts * loss).backward()
+        sums = {name: sums.get(name, 0) + counts * value for name, value in metrics.items()}
+    sums = {name: ranks.total(value) for name, value in sums.items()}
+    norm = ranks.full(torch.nn.utils.clip_grad_norm_(weights.master.parameters(), config.max_grad_norm))
     if not all(value.isfinite() for value in (norm, *sums.values())):
         return c.accepted, {"updates_not_finite": 1}
     for group in weights.optimizer.param_groups:
@@ -275,7 +279,7 @@ def compute_copy(master: Decoder, dtype: torch.dtype) -> Decoder:
 
     A bf16 weight of 0.02 does not feel a change of 1e-6: gradients are summed, and weights moved, in fp32.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or ranks.count() > 1:  # of several, each puts the weights together in `dtype`
         return master
     decoder = copy.deepcopy(master).to(dtype)
     for parameter, original in zip(decoder.parameters(), master.parameters(), strict=True):
@@ -300,7 +304,7 @@ def train(
     evaluate_if_due(config, inputs, weights, folder, done)  # before the first step, or left out by a kill
     bar = tqdm(range(done, config.steps), desc="training", initial=done, total=config.steps, unit="step")
     for step in bar:
-        if stopping:
+        if ranks.agree(stopping):
             break
         metrics, records, recorded = train_step(config, inputs, weights, reward, step)
         if recorded:
@@ -313,20 +317,20 @@ def train(
             shown = "\nstep {step}, reward {reward:g} (answer {answer}):\n{prompt}{response}\n"
             tqdm.write(shown.format(**records[0]))
         if metrics["updates_not_finite"]:
-            complain(folder, done, records)
+            ranks.first(functools.partial(complain, folder, done, records))
         if done % config.save_every == 0 or last:
             save(step=done)
-        if not stopping:
+        if not ranks.agree(stopping):
             evaluate_if_due(config, inputs, weights, folder, done)
-    if done not in {0, *dict(runs.checkpoints(folder))}:  # stopped between two checkpoints
+    if ranks.first(lambda: done not in {0, *dict(runs.checkpoints(folder))}):  # stopped between two checkpoints
         save(step=done)
     if not stopping:
-        print("\n" + summary(config, folder))
+        ranks.first(lambda: print("\n" + summary(config, folder)))
 
 
 def evaluate_if_due(config: Config, inputs: Inputs, weights: Weights, folder: Path, done: int) -> None:
     """Add the greedy accuracy on the held-out problems, dense and with the run's compressor, to evals.jsonl."""
-    evaluations = runs.read_records(folder / "evals.jsonl")
+    evaluations = ranks.first(lambda: runs.read_records(folder / "evals.jsonl"))
     due = done in (0, config.steps) or (config.eval_every > 0 and done % config.eval_every == 0)
     if not due or not (held_out := inputs.prompts["eval_data"]) or any(e["step"] == done for e in evaluations):
         return
@@ -387,13 +391,14 @@ def plan(config: Config, inputs: Inputs) -> str:
     lengths, held_out = [len(prompt.ids) for prompt in inputs.prompts["data"]], len(inputs.prompts["eval_data"])
     longest, most = max(lengths) + config.max_new_tokens, config.prompts * config.group_size * config.max_new_tokens
     how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef", "replay")
-    how |= {"dtype": getattr(torch, config.dtype)}
+    how |= {"dtype": getattr(torch, config.dtype), "devices": ranks.count()}
     need = memory(inputs.model, config.cache, config.rows, longest, **how)
     parameters, cache, dense = (need.pop(name) for name in ("parameters", "cache", "dense cache"))
     learner = f"{config.learner} is dense here: nothing is evicted" if config.compressor == "full" else config.learner
     lines = [
         f"model     {config.model}: {parameters:,} parameters, {config.dtype}",
         "memory    " + ", ".join(f"{name} {megabytes(size)}" for name, size in need.items() if size) + " (estimates)",
+        *[f"ranks     {n}; memory, and below the KV cache, are those of each" for n in [ranks.count()] if n > 1],
         f"problems  {len(lengths)} in {config.data}, prompts of {min(lengths)} to {max(lengths)} tokens",
         f"held out  {held_out or 'none'} in {config.eval_data or 'no file, so nothing is evaluated (see --eval-data)'}",
         f"step      {config.prompts} prompts x {config.group_size} responses of at most {config.max_new_tokens} tokens "
@@ -440,8 +445,9 @@ def load_weights(config: Config, folder: Path, device: torch.device) -> tuple[We
     ValueError for a checkpoint that cannot be read: whoever moves it away goes on from the one before it.
     """
     (step, source), *before = [*(runs.checkpoints(folder) if config.resume else []), (0, Path(config.model))]
+    dtype = getattr(torch, config.dtype)
     try:
-        master = load_model(source, device=device)
+        master = ranks.place(load_model(source), dtype, device)
         betas, decay = (config.beta1, config.beta2), config.weight_decay
         optimizer = torch.optim.AdamW(master.parameters(), config.lr, betas, weight_decay=decay)
         if step:
@@ -450,8 +456,7 @@ def load_weights(config: Config, folder: Path, device: torch.device) -> tuple[We
         remedy = f"; if {source} is damaged, move it away, and the run goes on from step {before[0][0]}" if step else ""
         raise ValueError(f"{error}{remedy}") from None
     master.checkpointing = config.gradient_checkpointing
-    dtype = getattr(torch, config.dtype)
-    reference = load_model(config.model, dtype, device).requires_grad_(False) if config.kl_coef else None
+    reference = ranks.place(load_model(config.model, dtype), dtype, device) if config.kl_coef else None
     return Weights(master, compute_copy(master, dtype), reference, optimizer), step
 
 
@@ -466,11 +471,12 @@ def open_run(config: Config, folder: Path, hashes: dict[str, str], done: int) ->
         runs.write_whole(folder / file, runs.as_lines(kept))
     for file in folder.glob("recorded/*"):
         if file > folder / runs.RECORDED.format(done):
-            file.unlink()
+            file.unlink(missing_ok=True)  # another rank may have been faster
     runs.write_json(folder / "inputs.json", hashes)
     runs.write_json(folder / "config.json", runs.absolute(asdict(replace(config, resume="", dry_run=False))))
 
 
+@ranks.joined()
 def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
     """The command line. reward: a function (response, answer) -> float in place of the check of the answer."""
     config, given = runs.parse_config(Config, argv, "train.py", "Train on rollouts from a compressed KV cache.")
@@ -487,7 +493,7 @@ def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
         print(plan(config, inputs))
         if config.dry_run:
             return
-        folder = Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = ranks.first(lambda: Path(config.resume or config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}"))
         hashes = fingerprints(config, inputs, reward)
         if config.resume:
             runs.check_inputs(folder, hashes)
@@ -504,7 +510,7 @@ def main(argv: list[str] | None = None, reward: Reward | None = None) -> None:
         train(config, inputs, weights, graded, folder, done, stopping)
     if stopping:
         steps, name = next((step for step, _ in runs.checkpoints(folder)), 0), signal.Signals(stopping[0]).name
-        print(f"\ntrain.py: stopped by {name} after step {steps}; {advice}", file=sys.stderr)
+        ranks.last_words(f"\ntrain.py: stopped by {name} after step {steps}; {advice}")
         raise SystemExit(128 + stopping[0])
 
 

@@ -4,6 +4,7 @@
     python benchmarks/memory.py scoring    # log-probs and entropy at V = 151,936, whole logits against chunks
     python benchmarks/memory.py learner    # a micro-batch of --model, against `rollout.memory`; and the time it takes
     python benchmarks/memory.py sizes      # Qwen2.5 by `rollout.memory`, nothing is allocated
+    python benchmarks/memory.py ranks      # the 7B of these on 1, 4 and 8 devices
 
 Each measurement is a process of its own and reports its resident memory (the operating system's high-water mark) above
 what it held before it began. `scoring` measures two numbers of tokens, forward and backward, and extends the straight
@@ -120,10 +121,11 @@ def scoring(tokens: int, vocabulary: int) -> None:
     print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in differences))
 
 
-def estimate(config: Config, model: ModelConfig, longest: int) -> dict[str, int]:
-    """`rollout.memory` of these settings, as train.py's plan has it."""
+def estimate(config: Config, model: ModelConfig, longest: int, devices: int = 1) -> dict[str, int]:
+    """`rollout.memory` of these settings, as train.py's plan has it, of each of so many devices."""
     how = config.some("micro_tokens", "gradient_checkpointing", "kl_coef") | {"dtype": getattr(torch, config.dtype)}
-    return memory(model, config.cache, config.rows, longest, **how)
+    rows = min(config.rows, config.prompts * config.group_size // devices)
+    return memory(model, config.cache, rows, longest, devices=devices, **how)
 
 
 def learner(folder: str, rows: int, tokens: int) -> None:
@@ -146,38 +148,49 @@ QWEN = {  # hidden_size, intermediate_size, layers, heads, KV heads, tied head; 
 }
 
 
-def sizes(longest: int) -> None:
-    """Print what assets/paper.args needs in bf16 with gradient checkpointing, for sequences of `longest` tokens."""
+def qwen(name: str) -> ModelConfig:
+    """The config.json of one of QWEN, as far as it counts here."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    *numbers, tied = QWEN[name]
+    raw = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
+    raw |= {"vocab_size": 152_064 if name.endswith("7B") else 151_936, **dict(zip(keys, numbers, strict=True))}
+    return ModelConfig.from_dict(raw)
+
+
+def sizes(longest: int, cases: list[tuple[str, int]]) -> None:
+    """Print what assets/paper.args needs in bf16 with gradient checkpointing, for sequences of `longest` tokens.
+
+    cases: models, and the devices that share one's run.
+    """
+    options = [f"@{ASSETS / 'paper.args'}", "--dtype", "bfloat16", "--gradient-checkpointing"]
+    config, _ = parse_config(Config, options, "train.py", "")
+    parts = ("weights", "gradients", "optimizer", "reference", "activations", "cache")
     rows = []
-    for name, (*numbers, tied) in QWEN.items():
-        raw = {"model_type": "qwen2", "vocab_size": 151_936, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
-        raw |= dict(zip(keys, numbers, strict=True))
-        if name.endswith("7B"):
-            raw["vocab_size"] = 152_064
-        options = [f"@{ASSETS / 'paper.args'}", "--dtype", "bfloat16", "--gradient-checkpointing"]
-        config, _ = parse_config(Config, options, "train.py", "")
-        need = estimate(config, ModelConfig.from_dict(raw), longest)
-        parts = ("weights", "gradients", "optimizer", "reference", "activations", "cache", "dense cache")
-        rows.append([name, f"{need['parameters'] / 1e9:.2f}", *(f"{need[part] / 2**30:.1f}" for part in parts)])
+    for name, devices in cases:
+        need = estimate(config, qwen(name), longest, devices)
+        gib = [need[part] / 2**30 for part in (*parts, "dense cache")]
+        cells = [f"{x:.1f}" for x in (*gib[:-1], sum(gib[:-1]), gib[-1])]
+        rows.append([name, f"{need['parameters'] / 1e9:.2f}", devices, *cells])
     print(f"GiB; {config.rollout_rows} rows at a time of {longest:,} tokens, micro-batches of {config.micro_tokens:,}")
-    print(table(["model", "10^9", *parts], rows))
+    print(table(["model", "10^9", "devices", *parts, "sum", "dense cache"], rows))
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cache", "scoring", "learner", "sizes"])
+    parser.add_argument("what", choices=["cache", "scoring", "learner", "sizes", "ranks"])
     parser.add_argument("--model", default=str(ASSETS / "model"), help="Hugging Face folder (learner)")
     parser.add_argument("--rows", type=int, default=16, help="rows (cache, learner)")
     parser.add_argument(
-        "--tokens", type=int, help="tokens a row (cache, 4096; learner, 512; sizes, 5120), or in all (scoring, 2048)"
+        "--tokens",
+        type=int,
+        help="tokens a row (cache, 4096; learner, 512; sizes and ranks, 5120), or in all (scoring, 2048)",
     )
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the single measurement that this process makes
     parser.add_argument("--results", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tokens = args.tokens or {"cache": 4096, "scoring": 2048, "learner": 512, "sizes": 1024 + 4096}[args.what]
+    tokens = args.tokens or {"cache": 4096, "scoring": 2048, "learner": 512}.get(args.what, 1024 + 4096)
     if args.rows < 1 or min(tokens, args.vocabulary) < 2:
         parser.error("--rows must be at least 1, --tokens and --vocabulary at least 2")
     if args.one and args.what == "cache":
@@ -191,7 +204,9 @@ def main() -> None:
     elif args.what == "learner":
         learner(args.model, args.rows, tokens)
     elif args.what == "sizes":
-        sizes(tokens)
+        sizes(tokens, [(name, 1) for name in QWEN])
+    elif args.what == "ranks":
+        sizes(tokens, [("Qwen2.5-7B", devices) for devices in (1, 2, 4, 8)])
     else:
         scoring(tokens, args.vocabulary)
 
