@@ -70,7 +70,7 @@ const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 function drawHead() {
   $("title").textContent = page.title;
   $("about").textContent = page.about;
-  $("missing").append(...page.notes.map((note) => el("p", {}, note)));
+  $("notes").append(...page.notes.map((note) => el("p", {}, note)));
   $("settings").hidden = !Object.keys(page.settings).length;
   for (const [name, value] of Object.entries(page.settings)) {
     $("settings").lastElementChild.append(el("div", {}, el("dt", {}, `${name} `), el("dd", {}, value)));
@@ -103,8 +103,8 @@ function drawCurve({ title, points }) {
     svg("path", { d: `M${x(page.step)} 5V85`, stroke: "var(--soft)", "stroke-dasharray": "2 2" }),
     svg("polyline", { points: path, fill: "none", stroke: "var(--accent)", "stroke-width": 1.5 }),
     ...dots,
-    ...(high > low ? [label(short(high), 36, 13, "end"), label(short(low), 36, 83, "end")] : [label(short(low), 36, 48, "end")]),
-    ...(right > left ? [label(left, 40, 96, "middle"), label(right, 250, 96, "middle")] : [label(left, 145, 96, "middle")]),
+    ...[...new Set([low, high])].map((value) => label(short(value), 36, y(value) + 3, "end")),
+    ...[...new Set([left, right])].map((step) => label(step, x(step), 96, "middle")),
   );
   return el("figure", {}, el("figcaption", {}, title), picture);
 }
@@ -167,7 +167,7 @@ function sortBy(name) {
 
 const MEASURES = { // strength of the colour from 0 to 1, and the ends of its scale
   xi: {
-    title: "log xi", from: "dense gives it less: xi = epsilon", middle: "1", to: "more: 1 / epsilon",
+    title: "log xi", from: "dense gives it less: xi = epsilon", to: "more: 1 / epsilon",
     color: (kept, t) => (kept.log_xi[t] > 0 ? "higher" : "lower"),
     strength: (kept, t) => Math.sqrt(Math.abs(kept.log_xi[t]) / -Math.log(page.epsilon)), // roots show small ones
   },
@@ -188,7 +188,7 @@ function choose(response) {
   }
   const kept = unpack(response);
   state.token = kept ? kept.smallest : 0;
-  history.replaceState(null, "", `#${response.number}`);
+  location.replace(`#${response.number}`); // so that a reload, or a link, shows it again
   const outcome = response.accepted ? "accepted" : "rejected";
   $("response").firstElementChild.textContent = `Response ${response.number}: reward ${short(response.reward)}, ${outcome}`;
   const verdict = $("response").querySelector(".verdict");
@@ -203,21 +203,25 @@ function choose(response) {
 function why(r) {
   // Why a response was rejected or not, as paragraphs.
   const below = r.xi_min === null || r.xi_min < page.epsilon;
-  const rule = `A response is rejected if some token's xi = p(dense) / p(sampler) is below epsilon = ${short(page.epsilon)}; `;
   const spared = below && r.accepted ? ` Nothing is rejected with --correction ${page.correction}.` : "";
-  const sentences = [`${rule}the smallest here is ${short(r.xi_min)}.${spared}`];
+  const sentences = [
+    "A response is rejected if some token's xi = p(dense) / p(sampler) is below " +
+      `epsilon = ${short(page.epsilon)}; the smallest here is ${short(r.xi_min)}.${spared}`,
+  ];
   const kept = r.kept;
   if (!kept) return [...sentences, "Its tokens were not kept: train with --record-samples n to see which token that was."];
   const [t, q] = [kept.smallest, kept.prompt + kept.smallest - 1];
   const [old, sparse] = [Math.exp(kept.logp_old[t]), Math.exp(kept.logp_sparse[t])];
-  let where = `It is token ${t}, ${quoted(kept.pieces[q + 1])}: the sampler gave it probability ${short(sparse)}, the dense policy ${short(old)}.`;
+  let where = `It is token ${t}, ${quoted(kept.pieces[q + 1])}: the sampler gave it probability ${short(sparse)}, `;
+  where += `the dense policy ${short(old)}.`;
   const others = kept.log_xi.filter((x, i) => i !== t && x < Math.log(page.epsilon)).length;
   if (others) where += ` ${plural(others, "other token")} fell below epsilon, too.`;
   if (!kept.gone) return [...sentences, where, "When its keys were evicted is not in this page: see --evictions."];
   const { layers, heads } = page.cache;
   const per = Array.from({ length: layers * heads }, (_, h) => evictedBefore(kept, h, q));
   const lost = Math.min(...per) === Math.max(...per) ? `${per[0]}` : `${Math.min(...per)} to ${Math.max(...per)}`;
-  return [...sentences, where, `It was drawn after ${q + 1} tokens, of which each of the ${layers * heads} heads (${layers} layers of ${heads}) had lost ${lost}.`];
+  const each = `each of the ${layers * heads} heads (${layers} layers of ${heads})`;
+  return [...sentences, where, `It was drawn after ${q + 1} tokens, of which ${each} had lost ${lost}.`];
 }
 
 function evictedBefore(kept, head, query) {
@@ -396,7 +400,7 @@ function listen() {
   $("context").onmousemove = (event) => tip(event, of(event, "position") && life(Number(of(event, "position"))));
   const map = document.querySelector(".map");
   const place = (event) => {
-    const [box, T] = [map.firstElementChild.nextElementSibling.getBoundingClientRect(), state.response.kept.pieces.length];
+    const [box, T] = [map.querySelector("canvas").getBoundingClientRect(), state.response.kept.pieces.length];
     const at = (offset, size) => Math.min(T - 1, Math.max(0, Math.floor((offset * T) / size)));
     return { key: at(event.clientX - box.left, box.width), query: at(event.clientY - box.top, box.height) };
   };

@@ -36,7 +36,7 @@ from answers import is_correct
 from eval import Inputs, Shared, read_inputs
 from kvcache import COMPRESSORS
 from model import load_model
-from rollout import rescore, rollout_batches
+from rollout import Rollout, rescore, rollout_batches
 from runs import RECORDED, checkpoints, one_sentence, option, parse_config, pick_device, read_records, write_whole
 from task import ASSETS, load_tokenizer, response_text
 from train import Config, correction, recording
@@ -108,7 +108,7 @@ def on_the_spot(look: Look) -> dict:
     }
 
 
-def graded(config: Config, inputs: Inputs, r, logp_old: Tensor) -> list[dict]:
+def graded(config: Config, inputs: Inputs, r: Rollout, logp_old: Tensor) -> list[dict]:
     """The responses of a rollout as train.py writes them to samples.jsonl."""
     rows = torch.arange(len(r.tokens))
     asked = [prompt for prompt in inputs.prompts["data"] for _ in range(config.group_size)]  # N
