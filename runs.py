@@ -74,7 +74,8 @@ class Parser(argparse.ArgumentParser):
             raise ValueError(f"{error} in the line {arg_line!r} of an @file") from None
 
     def error(self, message: str) -> typing.NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        ranks.last_words(f"{self.prog}: error: {message}")
+        self.exit(2)
 
 
 def parse_config(config_class, argv: list[str] | None, prog: str, description: str):
