@@ -8,8 +8,9 @@
     python experiments/claim.py --serve    the models of the others, decoded dense and with compressed caches
 
 Every run is `python train.py ... --threads 1` (or eval.py) in a process of its own, --workers at a time. Started again,
-it goes on where it stopped. In --out: NAME.json (settings, every metric, every evaluation of a run), runs/NAME (its
-folder), summary-*.json and *.png. What is finished is summarised, and how much of the plan that is.
+it goes on where it stopped. In --out: runs.jsonl (a line a finished run: command, commit, settings, every metric, every
+evaluation), serve.jsonl (a line an evaluation of --serve), runs/NAME (a run's folder), summary-*.json and *.png. What
+is finished is summarised, and how much of the plan that is.
 
 The constants below were fixed, and committed, before any run that is reported; they were chosen with seed 1001.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import statistics
@@ -27,17 +27,19 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
+from threading import Lock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from plot import draw, pyplot, read_run, series
+from plot import draw, draw_map, pyplot, read_run, series
 
 from experiments.commas import numbers
-from runs import check_options, checkpoints, flag, one_sentence, option, parse_config, table, write_json
+from experiments.records import ROOT, arguments, made_by, read_results, shown
+from runs import append, check_options, checkpoints, flag, one_sentence, option, parse_config, table, write_json
 from task import ASSETS
-
-ROOT = ASSETS.parent
 
 # ------------------------------------------------------------------------------------- fixed before the runs
 
@@ -81,17 +83,6 @@ MAP_BUDGETS, MAP_LRS, MAP_SEEDS = (64, 72, 84), (5e-4, 1e-3, 2.5e-4), (1, 2)
 SERVE_POLICIES, SERVE_BUDGETS, SERVE_LIMIT = "snapkv,rkv,streaming", (64, 72, 84), 100
 
 
-def plus_minus(mean: float, stderr: float | None) -> str:
-    """A mean and, if there is one, its standard error."""
-    return f"{mean:.3f}" + ("" if stderr is None else f" +- {stderr:.3f}")
-
-
-def collapsed(run: dict) -> bool:
-    """A run collapsed if its final dense greedy accuracy is over two standard errors below the starting model's."""
-    start, *_, final = (e for e in run["evaluations"] if e["decoding"] == "dense")
-    return final["accuracy"] < start["accuracy"] - 2 * (start["stderr"] or 0)
-
-
 # ------------------------------------------------------------------------------------------------- the plan
 
 
@@ -115,16 +106,11 @@ class Settings:
         check_options(self)
         if sum(getattr(self, part) for part in PARTS) > 1:
             raise ValueError(f"{', '.join(map(flag, PARTS))} are separate parts: give one")
-        self.seeds_or(())
 
     @property
     def part(self) -> str:
         """The name of the part, and of its results."""
         return next((name for name in PARTS if getattr(self, name)), "default")
-
-    def seeds_or(self, fixed: tuple[int, ...]) -> list[int]:
-        """The seeds given, else the fixed ones."""
-        return numbers(self, "seeds") if self.seeds else list(fixed)
 
 
 def run_settings(arm: str, seed: int, budget: int, lr: float) -> dict:
@@ -146,47 +132,24 @@ def labelled(arm: str, lr: float) -> str:
 
 def planned(config: Settings) -> dict[str, tuple[str, dict]]:
     """{name: (arm, settings)}, seed by seed, so that what is finished can be compared at any time."""
-    three, headline = ([(arm, BUDGET, LR) for arm in arms] for arms in (THREE, ARMS))
-    ideas = [(arm, BUDGET, LR) for arm in IDEAS]
-    control = [(arm, BUDGET, CONTROL_LR) for arm in THREE]
-    replay = [("replay", BUDGET, lr) for lr in (LR, CONTROL_LR)]
-    cells, fixed = {
-        "default": (three, SEEDS[:1]),
-        "full": (headline, SEEDS),
-        "map": ([(arm, budget, lr) for lr in MAP_LRS for budget in MAP_BUDGETS for arm in THREE], MAP_SEEDS),
-        "ideas": (three + ideas + control, SEEDS),
-        "learners": (three + control + replay, LEARNER_SEEDS),
-        "serve": (headline + ideas + control + replay, SEEDS),
+
+    def cells(arms, lrs, budgets=(BUDGET,)) -> list[tuple[str, int, float]]:
+        return [(arm, budget, lr) for lr, budget, arm in product(lrs, budgets, arms)]
+
+    fixed, plan = {
+        "default": (SEEDS[:1], cells(THREE, [LR])),
+        "full": (SEEDS, cells(ARMS, [LR])),
+        "map": (MAP_SEEDS, cells(THREE, MAP_LRS, MAP_BUDGETS)),
+        "ideas": (SEEDS, cells([*THREE, *IDEAS], [LR]) + cells(THREE, [CONTROL_LR])),
+        "learners": (LEARNER_SEEDS, cells(LEARNERS, [LR, CONTROL_LR])),
+        "serve": (SEEDS, cells([*ARMS, *IDEAS, *REPLAY], [LR]) + cells(LEARNERS, [CONTROL_LR])),
     }[config.part]
-    seeds = config.seeds_or(fixed)
-    runs = [(arm, run_settings(arm, seed, budget, lr)) for seed in seeds for arm, budget, lr in cells]
+    seeds = numbers(config, "seeds") if config.seeds else fixed
+    runs = [(arm, run_settings(arm, seed, *cell)) for seed in seeds for arm, *cell in plan]
     return {run_name(arm, settings): (arm, settings) for arm, settings in runs}
 
 
 # -------------------------------------------------------------------------------------------------- running
-
-
-def commit() -> str:
-    """The commit of this checkout, with a + if files were changed since; "unknown" without git."""
-    try:
-        ask = [
-            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        ]
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return ask[0] + ("+" if ask[1] else "")
-
-
-def arguments(settings: dict) -> list[str]:
-    """Settings as command-line arguments; folders of the repository as seen from its root."""
-    words = {name: [] if value is True else [shown(value)] for name, value in settings.items()}
-    return [word for name, value in words.items() for word in (flag(name), *value)]
-
-
-def shown(value) -> str:
-    """A value as an argument."""
-    return str(value).removeprefix(f"{ROOT}{os.sep}")
 
 
 CHILDREN: set[subprocess.Popen] = set()  # what runs now
@@ -204,19 +167,8 @@ def call(command: list[str], log: Path) -> None:
         raise RuntimeError(f"{command[0]} ended with code {code}, see {log}")
 
 
-def load_result(file: Path, settings: dict) -> dict | None:
-    """A finished run's result; None if there is none. ValueError if it was made with other settings."""
-    if not file.exists():
-        return None
-    result = json.loads(file.read_text(encoding="utf-8"))
-    other = [name for name, value in settings.items() if shown(result["settings"].get(name)) != shown(value)]
-    if other:
-        raise ValueError(f"{file} was made with another {flag(other[0])}: move it away, or name another --out")
-    return result
-
-
-def train_run(name: str, arm: str, settings: dict, out: Path) -> None:
-    """Train, or go on with, one run and write its result."""
+def train_run(name: str, arm: str, settings: dict, out: Path) -> dict:
+    """Train, or go on with, one run; its result."""
     folder, log = out / "runs" / name, out / "runs" / f"{name}.log"
     command = ["train.py", *arguments(settings)]
     if checkpoints(folder):
@@ -227,20 +179,11 @@ def train_run(name: str, arm: str, settings: dict, out: Path) -> None:
     run = read_run(folder)
     seconds = sum(m[f"{part}_seconds"] for m in run["metrics"] for part in ("rollout", "scoring", "update"))
     run["settings"] |= {name: shown(run["settings"][name]) for name in ("model", "data", "eval_data")} | {"out": ""}
-    write_json(
-        out / f"{name}.json",
-        {
-            "name": name,
-            "arm": arm,
-            "command": shlex.join(["python", *command]),
-            "commit": commit(),
-            "seconds": seconds + sum(e["seconds"] for e in run["evaluations"]),
-            **run,
-        },
-    )
+    seconds += sum(e["seconds"] for e in run["evaluations"])
+    return {"name": name, **made_by(command), "arm": arm, "seconds": seconds, **run}
 
 
-def serve_run(name: str, model: Path, budget: int, out: Path) -> None:
+def serve_run(name: str, model: Path, budget: int, out: Path) -> dict:
     """Decode the held-out problems greedily with one model: dense, and with each policy at this budget."""
     names = ("max_new_tokens", "buffer", "window", "threads")
     settings = {"model": model, "data": BASE["data"].replace("-train.", "-heldout."), "limit": SERVE_LIMIT}
@@ -249,23 +192,28 @@ def serve_run(name: str, model: Path, budget: int, out: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     call([*command, "--out", str(folder)], out / "runs" / f"{name}.log")
     (results,) = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"].values()
-    write_json(
-        out / f"{name}.json",
-        {
-            "name": name,
-            "command": shlex.join(["python", *command]),
-            "commit": commit(),
-            "budget": budget,
-            "results": results,
-        },
-    )
+    return {"name": name, **made_by(command), "budget": budget, "results": results}
 
 
-def in_parallel(jobs: dict[str, Callable[[], None]], workers: int) -> list[str]:
-    """Run the jobs, `workers` at a time, in their order; a line for each on stdout. Returns what went wrong."""
-    wrong = []
+def check_same(results: dict[str, dict], plan: dict[str, tuple[str, dict]], file: Path) -> None:
+    """ValueError if a finished run of the plan was made with other settings."""
+    for name in plan.keys() & results.keys():
+        made, settings = results[name]["settings"], plan[name][1]
+        if other := [key for key, value in settings.items() if shown(made.get(key)) != shown(value)]:
+            raise ValueError(f"{name} in {file} was made with another {flag(other[0])}: name another --out")
+
+
+def finish(jobs: dict[str, Callable[[], dict]], file: Path, workers: int) -> list[str]:
+    """Do the jobs that have no line in the file, `workers` at a time, and add their lines. Returns what went wrong."""
+    finished, wrong, one_at_a_time = read_results(file), [], Lock()
+
+    def do(job: Callable[[], dict]) -> None:
+        result = job()
+        with one_at_a_time:
+            append(file, [result])
+
     with ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(job): name for name, job in jobs.items()}
+        futures = {pool.submit(do, job): name for name, job in jobs.items() if name not in finished}
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 error = future.exception()
@@ -290,78 +238,99 @@ def mean_stderr(values: list[float]) -> dict:
     return {"mean": statistics.fmean(values), "stderr": stderr, "values": values}
 
 
+def shown_mean(value: dict | None) -> str:
+    """Mean +- standard error, if there is one, as text."""
+    if value is None:
+        return ""
+    return f"{value['mean']:.3f}" + ("" if value["stderr"] is None else f" +- {value['stderr']:.3f}")
+
+
+def final(run: dict, decoding: str = "dense") -> list[float]:
+    """The last greedy accuracy of a run, dense or `sparse` (its own cache); empty if there is none."""
+    return list(series(run, decoding).values())[-1:]
+
+
+def collapsed(run: dict) -> bool:
+    """A run collapsed if its final dense greedy accuracy is over two standard errors below the starting model's."""
+    start = next(e for e in run["evaluations"] if e["decoding"] == "dense")
+    return final(run)[0] < start["accuracy"] - 2 * (start["stderr"] or 0)
+
+
 def summarize(runs: list[dict]) -> dict:
     """What the runs of one arm at one setting came to, every seed in the order of `seeds`."""
-    last = [{name: list(series(run, name).values())[-1:] for name in ("dense", "sparse")} for run in runs]
-    means = {
-        name: mean_stderr([statistics.fmean(series(run, name).values()) for run in runs])
-        for name in ("sampler_kl", "rejected", "kv_saved", "reward_mean", "grad_norm", "entropy", "response_length")
-    }
+    metrics = ("sampler_kl", "rejected", "kv_saved", "reward_mean", "grad_norm", "entropy", "response_length")
+    dense, sparse = ([value for run in runs for value in final(run, name)] for name in ("dense", "sparse"))
     return {
         "seeds": [run["settings"]["seed"] for run in runs],
         "start": series(runs[0], "dense")[0],
-        "final_dense": mean_stderr([values["dense"][0] for values in last]),
-        "final_sparse": mean_stderr([v for values in last for v in values["sparse"]]) if last[0]["sparse"] else None,
+        "final_dense": mean_stderr(dense),
+        "final_sparse": mean_stderr(sparse) if sparse else None,
         "collapsed": [collapsed(run) for run in runs],
-        "means_over_steps": means,
+        "means_over_steps": {
+            name: mean_stderr([statistics.fmean(series(run, name).values()) for run in runs]) for name in metrics
+        },
         "seconds": mean_stderr([run["seconds"] for run in runs]),
     }
 
 
 def paired(runs: list[dict], others: list[dict]) -> dict | None:
     """The difference in final dense accuracy to another arm, seed by seed; None without a common seed."""
-    final = [{run["settings"]["seed"]: list(series(run, "dense").values())[-1] for run in x} for x in (runs, others)]
-    seeds = [seed for seed in final[0] if seed in final[1]]
-    return {"seeds": seeds, **mean_stderr([final[0][s] - final[1][s] for s in seeds])} if seeds else None
+    ours, theirs = ({run["settings"]["seed"]: final(run)[0] for run in x} for x in (runs, others))
+    seeds = [seed for seed in ours if seed in theirs]
+    return {"seeds": seeds, **mean_stderr([ours[s] - theirs[s] for s in seeds])} if seeds else None
 
 
-def shown_mean(value: dict | None) -> str:
-    """Mean +- standard error as text."""
-    return "" if value is None else plus_minus(value["mean"], value["stderr"])
+def grouped(results: list[dict]) -> dict[tuple[float, int, str], list[dict]]:
+    """{(lr, budget or 0, arm): runs that differ in the seed alone}."""
+    groups: dict[tuple, list[dict]] = {}
+    for run in results:
+        settings = run["settings"]
+        budget = 0 if settings["compressor"] == "full" else settings["budget"]
+        groups.setdefault((settings["lr"], budget, run["arm"]), []).append(run)
+    return groups
+
+
+def compared(groups: dict[tuple[float, int, str], list[dict]]) -> list[dict]:
+    """Each group's summary, with the difference to each of THREE at the same setting."""
+    lines = []
+    for (lr, budget, arm), runs in groups.items():
+        others = {x: groups.get((lr, 0 if x == "dense" else budget, x), []) for x in THREE}
+        minus = {f"minus_{x}": None if x == arm else paired(runs, others[x]) for x in THREE}
+        lines.append({"arm": arm, "budget": budget or None, "lr": lr, **summarize(runs), **minus})
+    return lines
+
+
+def cells_of(line: dict) -> dict:
+    """A line of the summary as it is printed: {column: cell}."""
+    means = line["means_over_steps"]
+    return {
+        **{"arm": line["arm"], "budget": line["budget"], "lr": f"{line['lr']:g}", "start": line["start"]},
+        "final, each seed": " ".join(f"{value:.2f}" for value in line["final_dense"]["values"]),
+        "final dense": shown_mean(line["final_dense"]),
+        "final sparse": shown_mean(line["final_sparse"]),
+        **{f"- {other}": shown_mean(line[f"minus_{other}"]) for other in THREE},
+        "collapsed": f"{sum(line['collapsed'])} of {len(line['seeds'])}",
+        **{"KL": means["sampler_kl"]["mean"], "rejected": means["rejected"]["mean"]},
+        **{"kv saved": means["kv_saved"]["mean"], "s a run": round(line["seconds"]["mean"])},
+    }
+
+
+def write_summary(config: Settings, results: list[dict], total: int, noun: str, **content) -> None:
+    """summary-PART.json, and on stdout how much of the plan is finished."""
+    state = f"{len(results)} of {total} {noun} are finished"
+    commits = sorted({result["commit"] for result in results})
+    file = Path(config.out) / f"summary-{config.part}.json"
+    write_json(file, {"part": config.part, "state": state, "commits": commits, **content})
+    print(f"\n{state}")
 
 
 def report(results: list[dict], total: int, config: Settings) -> None:
     """Summary, table and figure of the training runs that are finished."""
-    groups: dict[tuple, list[dict]] = {}  # (lr, budget, arm): the runs
-    for run in results:
-        dense = run["settings"]["compressor"] == "full"
-        groups.setdefault((run["settings"]["lr"], 0 if dense else run["settings"]["budget"], run["arm"]), []).append(
-            run
-        )
-    lines, rows = [], []
-    for (lr, budget, arm), runs in sorted(groups.items()) if config.map else groups.items():
-        s = summarize(runs)
-        for other in THREE:
-            others = groups.get((lr, 0 if other == "dense" else budget, other))
-            s[f"minus_{other}"] = paired(runs, others) if others and arm != other else None
-        lines.append({"arm": arm, "budget": budget or None, "lr": lr, **s})
-        rows.append(
-            [
-                *(arm, budget or "", f"{lr:g}", f"{s['start']:.2f}"),
-                " ".join(f"{v:.2f}" for v in s["final_dense"]["values"]),
-                *(shown_mean(s[name]) for name in ("final_dense", "final_sparse", *(f"minus_{x}" for x in THREE))),
-                f"{sum(s['collapsed'])} of {len(runs)}",
-                *(f"{s['means_over_steps'][n]['mean']:.3f}" for n in ("sampler_kl", "rejected", "kv_saved")),
-                f"{s['seconds']['mean']:.0f}",
-            ]
-        )
-    state = f"{len(results)} of {total} runs are finished"
-    commits = sorted({run["commit"] for run in results})
-    write_json(
-        Path(config.out) / f"summary-{config.part}.json",
-        {"part": config.part, "state": state, "commits": commits, "arms": lines},
-    )
-    head = [
-        "arm",
-        "budget",
-        "lr",
-        "start",
-        "final, each seed",
-        "final dense",
-        "final sparse",
-        *(f"- {x}" for x in THREE),
-    ]
-    print(f"\n{state}\n" + table([*head, "collapsed", "KL", "rejected", "kv saved", "s a run"], rows))
+    groups = grouped(results)
+    lines = compared(dict(sorted(groups.items())) if config.map else groups)
+    write_summary(config, results, total, "runs", arms=lines)
+    rows = [cells_of(line) for line in lines]
+    print(table(list(rows[0]), [list(row.values()) for row in rows]))
     if config.map:
         draw_map(lines, Path(config.out) / "map.png")
     else:
@@ -369,108 +338,51 @@ def report(results: list[dict], total: int, config: Settings) -> None:
         draw(labels, Path(config.out) / f"{config.part}.png")
 
 
-def draw_map(lines: list[dict], file: Path) -> None:
-    """Final dense accuracy over budgets, a panel a learning rate, every seed a dot; then the gain over the KL."""
-    lrs = sorted({line["lr"] for line in lines})
-    figure, axes = pyplot().subplots(1, len(lrs) + 1, figsize=(5 * len(lrs) + 5, 4), layout="constrained")
-    for ax, lr in zip(axes, lrs, strict=False):
-        for color, arm in enumerate(THREE):
-            cells = [line for line in lines if (line["arm"], line["lr"]) == (arm, lr)]
-            for line in cells if arm == "dense" else []:
-                ax.axhline(line["final_dense"]["mean"], color=f"C{color}", label=arm)
-            if arm != "dense" and cells:
-                budgets, means = zip(*((line["budget"], line["final_dense"]["mean"]) for line in cells), strict=True)
-                ax.plot(budgets, means, color=f"C{color}", label=arm)
-                dots = [(line["budget"], v) for line in cells for v in line["final_dense"]["values"]]
-                ax.scatter(*zip(*dots, strict=True), color=f"C{color}")
-        ax.set(
-            title=f"lr {lr:g}",
-            xlabel="budget",
-            xticks=MAP_BUDGETS,
-            ylabel="final greedy accuracy, dense",
-            ylim=(-0.03, 1.03),
-        )
-        ax.legend()
-        ax.grid(alpha=0.3)
-    kl = {(line["lr"], line["budget"]): line["means_over_steps"] for line in lines if line["arm"] == "naive"}
-    for color, lr in enumerate(lrs):
-        dots = [
-            (kl[lr, line["budget"]]["sampler_kl"]["mean"], gain)
-            for line in lines
-            if line["arm"] == "sparse-rl" and line["lr"] == lr and line["minus_naive"]
-            for gain in line["minus_naive"]["values"]
-        ]
-        if dots:
-            axes[-1].scatter(*zip(*dots, strict=True), color=f"C{color}", label=f"lr {lr:g}")
-    axes[-1].axhline(0, color="gray", lw=0.8)
-    axes[-1].set(title="sparse-rl minus naive, same seed", xlabel="k3 KL of the naive arm, nats", ylabel="accuracy")
-    axes[-1].legend()
-    axes[-1].grid(alpha=0.3)
-    figure.savefig(file, dpi=110)
-    pyplot().close(figure)
-
-
 def report_serving(done: dict[str, list[dict]], total: int, config: Settings) -> None:
     """Summary and table of the models under each decoding: the mean over seeds +- standard error."""
     modes = ["dense", *(f"{policy}-{b}" for b in SERVE_BUDGETS for policy in SERVE_POLICIES.split(","))]
-    lines, rows = [], []
+    lines = []
     for arm, runs in done.items():
         found = {mode: [run["results"][mode]["accuracy"] for run in runs if mode in run["results"]] for mode in modes}
         # a model is decoded dense once with each budget, to the same end: once is enough
         found["dense"] = [run["results"]["dense"]["accuracy"] for run in runs if run["budget"] == SERVE_BUDGETS[0]]
-        accuracies = {mode: mean_stderr(values) for mode, values in found.items() if values}
-        lines.append({"arm": arm, "accuracy": accuracies})
-        rows.append([arm, *(shown_mean(accuracies.get(mode)) for mode in modes)])
-    state = f"{sum(map(len, done.values()))} of {total} evaluations are finished"
-    commits = sorted({run["commit"] for runs in done.values() for run in runs})
-    write_json(
-        Path(config.out) / "summary-serve.json",
-        {"part": "serve", "state": state, "commits": commits, "problems": SERVE_LIMIT, "arms": lines},
-    )
-    print(f"\n{state}\n" + table(["accuracy", *modes], rows))
+        lines.append({"arm": arm, "accuracy": {mode: mean_stderr(values) for mode, values in found.items() if values}})
+    results = [run for runs in done.values() for run in runs]
+    write_summary(config, results, total, "evaluations", problems=SERVE_LIMIT, arms=lines)
+    rows = [[line["arm"], *(shown_mean(line["accuracy"].get(mode)) for mode in modes)] for line in lines]
+    print(table(["accuracy", *modes], rows))
 
 
 # ------------------------------------------------------------------------------------------------- the parts
 
 
-def training(config: Settings, out: Path, workers: int) -> list[str]:
-    """The missing runs of a part, then its summary."""
-    plan = planned(config)
-    found = {name: load_result(out / f"{name}.json", settings) for name, (_, settings) in plan.items()}
-
-    def job(name: str) -> Callable[[], None]:
-        return lambda: train_run(name, *plan[name], out)
-
+def training(config: Settings, plan: dict[str, tuple[str, dict]], out: Path, workers: int) -> list[str]:
+    """The missing runs of a part, then its summary. Returns what went wrong."""
+    file = out / "runs.jsonl"
+    check_same(read_results(file), plan, file)
     try:
-        return in_parallel({name: job(name) for name, result in found.items() if result is None}, workers)
+        return finish({name: partial(train_run, name, *run, out) for name, run in plan.items()}, file, workers)
     finally:  # also when it is stopped
-        results = [load_result(out / f"{name}.json", settings) for name, (_, settings) in plan.items()]
-        if any(results):
-            report([result for result in results if result], len(plan), config)
+        finished = read_results(file)
+        if results := [finished[name] for name in plan if name in finished]:
+            report(results, len(plan), config)
 
 
-def serving(config: Settings, out: Path, workers: int) -> list[str]:
-    """The final models that exist of the other parts, and the start, under every decoding."""
-    plan = planned(config)
+def serving(config: Settings, plan: dict[str, tuple[str, dict]], out: Path, workers: int) -> list[str]:
+    """The final models that exist of the other parts, and the start, under every decoding. Returns what went wrong."""
+    trained, file = read_results(out / "runs.jsonl"), out / "serve.jsonl"
     models = {"start": ("start", Path(BASE["model"]))}
-    models |= {
-        name: (labelled(arm, settings["lr"]), folder)
-        for name, (arm, settings) in plan.items()
-        for _, folder in checkpoints(out / "runs" / name)[:1]
-        if (out / f"{name}.json").exists()
-    }
-    files = {f"serve-{name}-{b}": (arm, folder, b) for name, (arm, folder) in models.items() for b in SERVE_BUDGETS}
-
-    def job(name: str) -> Callable[[], None]:
-        return lambda: serve_run(name, *files[name][1:], out)
-
+    for name, (arm, settings) in plan.items():
+        for _, folder in checkpoints(out / "runs" / name)[:1] if name in trained else []:
+            models[name] = (labelled(arm, settings["lr"]), folder)
+    asked = {f"serve-{name}-{b}": (arm, folder, b) for name, (arm, folder) in models.items() for b in SERVE_BUDGETS}
     try:
-        return in_parallel({name: job(name) for name in files if not (out / f"{name}.json").exists()}, workers)
+        return finish({name: partial(serve_run, name, *how, out) for name, (_, *how) in asked.items()}, file, workers)
     finally:
-        done: dict[str, list[dict]] = {}
-        for name, (arm, _, _) in files.items():
-            if (out / f"{name}.json").exists():
-                done.setdefault(arm, []).append(json.loads((out / f"{name}.json").read_text(encoding="utf-8")))
+        finished, done = read_results(file), {}
+        for name, (arm, _, _) in asked.items():
+            if name in finished:
+                done.setdefault(arm, []).append(finished[name])
         report_serving(done, (len(plan) + 1) * len(SERVE_BUDGETS), config)
 
 
@@ -479,11 +391,12 @@ def main(argv: list[str] | None = None) -> None:
     config, _ = parse_config(Settings, argv, "experiments/claim.py", "The paper's claim at laptop size.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with one_sentence("experiments/claim.py"):
+        plan = planned(config)
         pyplot()  # better missing now than after the runs
         out = Path(config.out).resolve()
         (out / "runs").mkdir(parents=True, exist_ok=True)
         workers = config.workers or os.cpu_count() or 1
-        wrong = (serving if config.serve else training)(config, out, workers)
+        wrong = (serving if config.serve else training)(config, plan, out, workers)
         print(f"results are in {config.out}/")
         if wrong:
             raise ValueError(f"{len(wrong)} did not finish; {wrong[0]}. Start it again to go on")

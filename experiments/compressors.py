@@ -15,7 +15,6 @@ without their own drift.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -26,17 +25,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from claim import shown
-
 from answers import is_correct
 from eval import names as policies
 from experiments.commas import numbers
+from experiments.records import arguments, made_by, shown
 from grpo import mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, load_model
 from rollout import Rollout, cache_for, prefill, rescore, rollout_batches
-from runs import check_options, one_sentence, option, parse_config, pick_device, table
+from runs import append, check_options, one_sentence, option, parse_config, pick_device, table
 from task import (
     ASSETS,
     TEMPLATE,
@@ -66,7 +63,7 @@ class Settings:
     template: str = option("auto", TEMPLATE)
     max_new_tokens: int = option(1000, "longest response", at_least=1)
     epsilon: float = option(1e-4, "a response with some xi below this counts as rejected", above=0, below=1)
-    out: str = option("", "JSON file for the results")
+    out: str = option("", "new JSONL file for the results, a line in all")
     seed: int = option(0, "of the uniform numbers", at_least=0, below=2**63)
     threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
     device: str = option("auto", "auto, cpu, cuda, mps")
@@ -118,9 +115,16 @@ def lead(model: Decoder, r: Rollout, runs: list[tuple[str, int]], config: Settin
     return results
 
 
+def how_made(config: Settings, given: dict) -> dict:
+    """The command, the commit and the settings, without the place of the file that they are written to."""
+    settings = asdict(config) | {name: shown(getattr(config, name)) for name in ("model", "data")} | {"out": ""}
+    command = arguments({name: value for name, value in given.items() if name != "out"})
+    return {**made_by(["experiments/compressors.py", *command]), "settings": settings}
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
-    config, _ = parse_config(Settings, argv, "experiments/compressors.py", "Every cache policy at several budgets.")
+    config, given = parse_config(Settings, argv, "experiments/compressors.py", "Every cache policy at several budgets.")
     with one_sentence("experiments/compressors.py"):
         budgets = numbers(config, "budgets")
         names = policies(config.compressors) if config.compressors else [n for n in COMPRESSORS if n != "full"]
@@ -166,8 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     lines = [[r["compressor"], r["budget"] or "", *(f"{r[c]:.4f}" for c in columns)] for r in results]
     print(table(["policy", "budget", *columns], lines))
     if config.out:
-        settings = asdict(config) | {name: shown(getattr(config, name)) for name in ("model", "data")} | {"out": ""}
-        Path(config.out).write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+        append(Path(config.out), [{**how_made(config, given), "results": results}])
 
 
 if __name__ == "__main__":

@@ -89,6 +89,54 @@ def draw(groups: dict[str, list[dict]], file: Path) -> None:
     pyplot().close(figure)
 
 
+def draw_map(lines: list[dict], file: Path) -> None:
+    """Final dense accuracy over budgets, a panel a learning rate, every seed a dot; then the gain over the KL.
+
+    lines: those of claim.py's summary-map.json.
+    """
+    lrs = sorted({line["lr"] for line in lines})
+    figure, axes = pyplot().subplots(1, len(lrs) + 1, figsize=(5 * len(lrs) + 5, 4), layout="constrained")
+    for ax, lr in zip(axes, lrs, strict=False):
+        draw_budgets(ax, [line for line in lines if line["lr"] == lr])
+        ax.set(title=f"lr {lr:g}", xlabel="budget", ylabel="final greedy accuracy, dense", ylim=(-0.03, 1.03))
+    draw_gains(axes[-1], lines)
+    axes[-1].set(title="sparse-rl minus naive, same seed", xlabel="k3 KL of the naive arm, nats", ylabel="accuracy")
+    for ax in axes:
+        ax.legend()
+        ax.grid(alpha=0.3)
+    figure.savefig(file, dpi=110)
+    pyplot().close(figure)
+
+
+def draw_budgets(ax, lines: list[dict]) -> None:
+    """Final accuracy over budgets, a curve an arm with a dot a seed; dense, which has no budget, is a level."""
+    ax.set_xticks(sorted({line["budget"] for line in lines if line["budget"]}))
+    for color, arm in enumerate(dict.fromkeys(line["arm"] for line in lines)):
+        cells = [line for line in lines if line["arm"] == arm]
+        means = [line["final_dense"]["mean"] for line in cells]
+        if cells[0]["budget"] is None:
+            ax.axhline(means[0], color=f"C{color}", label=arm)
+        else:
+            ax.plot([line["budget"] for line in cells], means, color=f"C{color}", label=arm)
+            dots = [(line["budget"], value) for line in cells for value in line["final_dense"]["values"]]
+            ax.scatter(*zip(*dots, strict=True), color=f"C{color}")
+
+
+def draw_gains(ax, lines: list[dict]) -> None:
+    """What sparse-rl gains on naive over the KL of naive, a dot a seed, a color a learning rate."""
+    ax.axhline(0, color="gray", lw=0.8)
+    kl = {
+        (line["lr"], line["budget"]): line["means_over_steps"]["sampler_kl"]["mean"]
+        for line in lines
+        if line["arm"] == "naive"
+    }
+    for color, lr in enumerate(sorted({line["lr"] for line in lines})):
+        both = [line for line in lines if line["lr"] == lr and line["arm"] == "sparse-rl" and line["minus_naive"]]
+        dots = [(kl[lr, line["budget"]], gain) for line in both for gain in line["minus_naive"]["values"]]
+        if dots:
+            ax.scatter(*zip(*dots, strict=True), color=f"C{color}", label=f"lr {lr:g}")
+
+
 def group(runs: list[dict]) -> dict[str, list[dict]]:
     """Runs that differ in the seed alone, under the settings in which the groups differ."""
     settings = [run["settings"] for run in runs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +37,18 @@ def claim() -> ModuleType:
     return module
 
 
+class AtOnce(Executor):
+    """Runs each job when it is submitted, in this thread: train.py listens to signals, which only this one may."""
+
+    def __init__(self, workers: int):
+        pass
+
+    def submit(self, function, *given) -> Future:
+        future = Future()
+        future.set_result(function(*given))
+        return future
+
+
 @pytest.fixture
 def toy(claim, files) -> ModuleType:
     """The same with two arms, two steps and a tiny model.
@@ -47,7 +60,7 @@ def toy(claim, files) -> ModuleType:
         assert command[0] == "train.py"
         train.main(command[1:])
 
-    claim.call, claim.in_parallel = call, lambda jobs, workers: [job() for job in jobs.values()][:0]
+    claim.call, claim.ThreadPoolExecutor = call, AtOnce
     claim.BASE |= TOY | {"model": str(files / "model"), "data": str(files / "p-train.jsonl")}
     claim.BUDGET, claim.THREE = 8, ("dense", "sparse-rl")
     return claim
@@ -63,12 +76,16 @@ def result(arm: str, seed: int, finals: list[float]) -> dict:
 
 
 def test_the_whole_experiment_leaves_every_file_and_goes_on_where_it_stopped(toy, tmp_path, capsys):
-    """A JSON a run with every metric, a summary, a table; a second start trains nothing, and says the same."""
+    """A line a run with every metric, a summary, a table; a second start trains nothing, and says the same.
+
+    A third finds the second run's line cut short, as a killed process leaves it: that run ends anew from its folder.
+    """
     start = ["--out", str(tmp_path), "--workers", "2"]
     toy.main(start)
-    names = ["dense-lr0.0005-seed1", "sparse-rl-snapkv-8-lr0.0005-seed1"]
-    for name in names:
-        run = json.loads((tmp_path / f"{name}.json").read_text())
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    runs = {run["name"]: run for run in map(json.loads, lines)}
+    assert len(lines) == 2 and runs.keys() == {"dense-lr0.0005-seed1", "sparse-rl-snapkv-8-lr0.0005-seed1"}
+    for run in runs.values():
         assert [m["step"] for m in run["metrics"]] == [1, 2] and {e["step"] for e in run["evaluations"]} == {0, 1, 2}
         assert {column for column, _ in sys.modules["plot"].PANELS} - {"dense", "sparse"} <= run["metrics"][0].keys()
         assert run["command"].startswith("python train.py") and run["commit"] and run["settings"]["seed"] == 1
@@ -77,9 +94,14 @@ def test_the_whole_experiment_leaves_every_file_and_goes_on_where_it_stopped(toy
     assert (tmp_path / "default.png").exists()
     printed = capsys.readouterr().out
     printed = printed[printed.index("2 of 2 runs are finished") :]
-    toy.call = None  # nothing may run
+    call, toy.call = toy.call, None  # nothing may run
     toy.main(start)
     assert printed in capsys.readouterr().out
+    toy.call = call
+    (tmp_path / "runs.jsonl").write_text(lines[0] + "\n" + lines[1][:99])
+    toy.main(start)
+    again = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert again[0] == lines[0] and {run["name"]: run for run in map(json.loads, again)} == runs
 
 
 def test_a_run_that_was_stopped_is_resumed_and_one_that_fails_is_named(claim, tmp_path, monkeypatch, capsys):
@@ -106,12 +128,36 @@ def test_stopping_it_summarises_what_is_finished(claim, tmp_path, monkeypatch, c
     def train_run(name, arm, given, out):
         if arm == "sparse-rl":
             raise KeyboardInterrupt
-        (out / f"{name}.json").write_text(json.dumps(finished | {"settings": given}))
+        return finished | {"name": name, "settings": given}
 
     monkeypatch.setattr(claim, "train_run", train_run)
     with pytest.raises(SystemExit) as stop:
         claim.main(["--out", str(tmp_path), "--workers", "1"])
     assert stop.value.code == 130 and "2 of 3 runs are finished" in capsys.readouterr().out
+
+
+def test_results_that_are_not_of_this_plan_are_refused_in_one_sentence(claim, tmp_path, capsys):
+    """A line that is no result, by its number; a run of other settings, by its name: nothing runs, nothing is lost."""
+    claim.call, file = None, tmp_path / "runs.jsonl"
+    name, (_, settings) = next(iter(claim.planned(claim.Settings()).items()))
+    good, other = ({"name": name, "settings": settings | {"steps": steps}} for steps in (settings["steps"], 1))
+    for text, word in (
+        (json.dumps(good) + "\n{}\n", "line 2 is no result: delete it"),
+        (json.dumps(other) + "\n", f"{name} in {file} was made with another --steps: name another --out"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SystemExit) as stop:
+            claim.main(["--out", str(tmp_path)])
+        assert stop.value.code == 2 and word in capsys.readouterr().err and file.read_text() == text
+
+
+def test_our_results_give_our_summary(claim, tmp_path):
+    """claim.jsonl as runs.jsonl: nothing is left to run, and every number of the headline's summary comes out again."""
+    claim.call, results = None, EXPERIMENTS / "results"
+    (tmp_path / "runs.jsonl").write_bytes((results / "claim.jsonl").read_bytes())
+    claim.main(["--full", "--seeds", "1,2,3,4,5,6,7,8,9,10", "--out", str(tmp_path)])
+    ours, again = (json.loads((folder / "summary-full.json").read_text()) for folder in (results, tmp_path))
+    assert ours == again
 
 
 def test_a_script_runs_in_a_process_of_its_own_and_its_log_is_named_if_it_fails(claim, tmp_path):

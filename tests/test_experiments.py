@@ -16,12 +16,15 @@ ROOT = ASSETS.parent
 
 
 def test_the_comparison_of_policies_has_a_line_for_each(files, tmp_path, capsys):
-    """`full` once, every other policy at every budget; full is the noise floor."""
+    """`full` once, every other policy at every budget; full is the noise floor. The file is one line."""
     main = runpy.run_path(str(ROOT / "experiments" / "compressors.py"))["main"]
     options = "--limit 3 --budgets 8,12 --buffer 4 --window 2 --max-new-tokens 24"
-    paths = ["--model", files / "model", "--data", files / "p-heldout.jsonl", "--out", tmp_path / "r.json"]
+    paths = ["--model", files / "model", "--data", files / "p-heldout.jsonl", "--out", tmp_path / "r.jsonl"]
     main([*map(str, paths), *options.split()])
-    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    (record,) = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
+    assert record["command"] == f"python experiments/compressors.py {' '.join(map(str, paths[:4]))} {options}"
+    assert record["commit"] and record["settings"]["seed"] == 0
+    results = record["results"]
     assert len(results) == 1 + 2 * (len(COMPRESSORS) - 1)
     assert results[0]["compressor"] == "full" and results[0]["kv_saved"] == 0 and results[0]["sampler_kl"] < 1e-9
     assert all(r["kv_saved"] > 0 for r in results[1:] if r["budget"] == 8)

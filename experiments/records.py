@@ -1,0 +1,56 @@
+"""Results as JSONL, a line a run: how each was made, and reading them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+from runs import flag
+from task import ASSETS
+
+ROOT = ASSETS.parent
+
+
+def shown(value) -> str:
+    """A value as an argument; folders of the repository as seen from its root."""
+    return str(value).removeprefix(f"{ROOT}{os.sep}")
+
+
+def arguments(settings: dict) -> list[str]:
+    """Settings as command-line arguments, without what is off."""
+    words = {name: [] if value is True else [shown(value)] for name, value in settings.items() if value is not False}
+    return [word for name, value in words.items() for word in (flag(name), *value)]
+
+
+def made_by(command: list[str]) -> dict:
+    """What makes a result again: the command, and the commit of this checkout.
+
+    The commit ends in + if files were changed since; it is "unknown" without git.
+    """
+    ask = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        commit = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {"command": shlex.join(["python", *command]), "commit": commit}
+
+
+def read_results(file: Path) -> dict[str, dict]:
+    """{name: result} of a JSONL file, none without one. A last line that a killed process did not finish is cut off.
+
+    ValueError if any other line is damaged.
+    """
+    *lines, unfinished = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    if unfinished:  # or the next result would be written behind it
+        os.truncate(file, file.stat().st_size - len(unfinished))
+    results = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            result = json.loads(line)
+            results[result["name"]] = result
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{file}, line {number} is no result: delete it, and its run is made again") from None
+    return results
