@@ -1,425 +1,380 @@
-"""Wrong variants of the cache and of the sampler, small, as other code bases shipped them.
-
-Each takes pytest's monkeypatch and puts itself in the place of the right code.
-"""
+"""Wrong variants of the cache, of replay and of the sampler, small, as other code bases shipped them. See faulty.py."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+from dataclasses import replace
 
-import test_kvcache
-import test_rollout
+import test_kvcache as cache
+import test_replay as learner
+import test_rollout as sampling
 import torch
 import torch.nn.functional as F
+from faulty import wrong
+from helpers import seeded
 
-import kvcache
-import rollout
-from kvcache import COMPRESSORS, KVCache, LayerCache
+from kvcache import (
+    EMPTY,
+    KVCache,
+    LayerCache,
+    attention_logits,
+    choose,
+    pool_older,
+    pyramid_budgets,
+    replay_attention,
+    rkv,
+    snapkv,
+    snapkv_mean,
+    window_logits,
+)
 from model import Decoder
+from rollout import sample
+
+INIT, COMPACT, HIDDEN = KVCache.__init__, KVCache.compact, Decoder.hidden
+ATTEND, CUT = LayerCache.attend, LayerCache._cut
+CACHES, CALLS = itertools.count(), itertools.count()  # what a module remembers and should not
+SPARSE, WHERE, SOFTMAX = sampling.sparse, torch.where, torch.Tensor.softmax
+BYTES = cache.test_keys_and_values_take_exactly_the_bytes_of_their_slots
+LEARNER = learner.test_the_replay_learner_is_the_policy_that_sampled
+REPLAY = cache.test_compressed_sampling_equals_one_dense_forward_under_the_mask_of_its_evictions
 
 
-def replace_policy(patch, name: str, **fields) -> None:
-    """Change fields of a registered compressor."""
-    patch.setitem(COMPRESSORS, name, dataclasses.replace(COMPRESSORS[name], **fields))
+def of_run(fact, compressor: str, seed: int = 0):
+    """A fact about every step of a cache, for a fresh run."""
+    return lambda: fact(cache.Run(compressor, seed))
 
 
 # --------------------------------------------------------------------------------------------------------- the cache
 
 
-def evict_before_attending(patch):
+@wrong("kvcache.LayerCache.attend", of_run(cache.test_token_attends_to_all_that_is_held_before_the_cut, "snapkv"))
+def evict_before_attending(self, queries, keys, values, positions):
     """VeloxQuant-MLX 370: a full row loses keys before its newest token has seen them."""
-    attend = LayerCache.attend
-
-    def early(self, queries, keys, values, positions):
-        if queries.shape[2] == 1:
-            self.slots -= 1
-            self._cut(self.parts, positions[:, 0])
-            self.slots += 1
-        return attend(self, queries, keys, values, positions)
-
-    patch.setattr(LayerCache, "attend", early)
+    if queries.shape[2] == 1:
+        self.slots -= 1
+        self._cut(self.parts, positions[:, 0])
+        self.slots += 1
+    return ATTEND(self, queries, keys, values, positions)
 
 
-def rotate_at_keys_kept(patch):
+@wrong("model.Decoder.hidden", sampling.test_next_query_stands_at_the_number_of_tokens_seen)
+@wrong("model.Decoder.hidden", REPLAY, "snapkv", 2, torch.float32, 1e-5)
+def rotate_at_keys_kept(self, tokens, positions=None, cache=None):
     """VeloxQuant-MLX 171, 389: the next query stands at the number of keys kept."""
-    hidden = Decoder.hidden
-
-    def misplaced(self, tokens, positions=None, cache=None):
-        if isinstance(cache, KVCache) and tokens.shape[1] == 1:
-            positions = cache[0].length[: len(tokens), None]
-        return hidden(self, tokens, positions, cache)
-
-    patch.setattr(Decoder, "hidden", misplaced)
+    if isinstance(cache, KVCache) and tokens.shape[1] == 1:
+        positions = cache[0].length[: len(tokens), None]
+    return HIDDEN(self, tokens, positions, cache)
 
 
-def repeat_keys_for_gqa(patch):
+@wrong("kvcache.KVCache.__init__", BYTES, "snapkv", torch.float32)
+def repeat_keys_for_gqa(self, *, heads, kv_heads, **sizes):
     """SnapKV 16, 22: keys repeated to the query heads before they are cached."""
-    init = KVCache.__init__
-    patch.setattr(KVCache, "__init__", lambda self, **sizes: init(self, **(sizes | {"kv_heads": sizes["heads"]})))
+    INIT(self, heads=heads, kv_heads=heads, **sizes)
 
 
-def ties_to_the_older(patch):
+@wrong("kvcache.choose", cache.test_equal_scores_keep_the_newer)
+def ties_to_the_older(scores, held, budget):
     """pytorch 127196: whatever top-k does, here the oldest of equals."""
-
-    def choose(scores, held, budget):
-        ranked = scores.masked_fill(~held.older, torch.inf).masked_fill(held.positions == kvcache.EMPTY, -torch.inf)
-        return ranked.argsort(dim=-1, descending=True, stable=True)[..., :budget].sort(-1).values
-
-    patch.setattr(kvcache, "choose", choose)
-    patch.setattr(test_kvcache, "choose", choose)
+    ranked = scores.masked_fill(~held.older, torch.inf).masked_fill(held.positions == EMPTY, -torch.inf)
+    return ranked.argsort(dim=-1, descending=True, stable=True)[..., :budget].sort(-1).values
 
 
-def not_a_number_wins(patch):
+@wrong("torch.Tensor.nan_to_num", cache.test_no_score_evicts_the_window_or_keeps_an_unused_slot, torch.nan)
+def not_a_number_wins(x, nan):
     """A descending sort puts NaN first."""
-    patch.setattr(torch.Tensor, "nan_to_num", lambda x, nan: torch.where(x.isnan(), torch.inf, x.clamp(min=nan)))
+    return WHERE(x.isnan(), torch.inf, x.clamp(min=nan))
 
 
-def forget_the_window(patch):
+@wrong("kvcache.choose", of_run(cache.test_newest_window_always_survives, "h2o"))
+def forget_the_window(scores, held, budget):
     """The newest tokens compete with the others."""
-    patch.setattr(kvcache.Held, "older", property(lambda held: held.positions != kvcache.EMPTY))
+    return choose(scores, replace(held, recent=0), budget)
 
 
-def forget_the_sinks(patch):
+@wrong("kvcache.streaming", cache.test_streaming_keeps_four_sinks_and_the_newest)
+def forget_the_sinks(held):
     """keys_values 140: the first tokens go."""
-    replace_policy(patch, "streaming", score=lambda held: held.positions.float())
+    return held.positions.float()
 
 
-def first_head_decides(patch):
+@wrong("kvcache.choose", cache.test_each_layer_and_each_head_chooses_for_itself)
+def first_head_decides(scores, held, budget):
     """Released radix_attention.py: one choice for all heads."""
-    choose = kvcache.choose
-    patch.setattr(kvcache, "choose", lambda *args: (kept := choose(*args))[:, :1].expand_as(kept))
+    kept = choose(scores, held, budget)
+    return kept[:, :1].expand_as(kept)
 
 
-def first_row_decides(patch):
+@wrong("kvcache.rkv", sampling.test_a_row_does_not_depend_on_its_batch_mates, "rkv")
+def first_row_decides(held):
     """R-KV: every row scored with row 0's redundancy."""
-
-    class OfRowZero(kvcache.Held):
-        @property
-        def keys(self):
-            return self.parts["keys"][:1].expand_as(self.parts["keys"])[self.rows]
-
-    replace_policy(patch, "rkv", score=lambda held: kvcache.rkv(OfRowZero(**vars(held))))
+    keys = held.parts["keys"][:1].expand_as(held.parts["keys"])
+    return rkv(replace(held, parts=held.parts | {"keys": keys}))
 
 
-def similarity_slip(patch):
+@wrong("torch.where", cache.test_rkv_lets_nothing_off_for_a_key_without_a_similar_one)
+def similarity_slip(condition, x, y):
     """R-KV's public code: a key without a similar one lets off slot 0."""
-    where = torch.where
-    patch.setattr(torch, "where", lambda c, x, y: where(c, x, 0 if isinstance(y, int) and y == -1 else y))
+    return WHERE(condition, x, 0 if isinstance(y, int) and y == -1 else y)
 
 
-def last_query_only(patch):
+@wrong("kvcache.prompt_attention", cache.test_h2o_accumulates_over_all_queries)
+def last_query_only(queries, keys):
     """H2O without its sums: what the last query pays."""
-
-    def received(queries, keys):
-        logits = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT / keys.shape[3] ** 0.5
-        return logits.softmax(-1).mean(2)[:, :, 0]
-
-    patch.setattr(kvcache, "prompt_attention", received)
+    logits = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT / keys.shape[3] ** 0.5
+    return logits.softmax(-1).mean(2)[:, :, 0]
 
 
-def heavy_hitters_only(patch):
+@wrong("kvcache.KVCache.__init__", cache.test_h2o_gives_half_of_its_budget_to_the_newest)
+@wrong("kvcache.KVCache.__init__", of_run(cache.test_right_keys_survive_every_cut, "h2o"))
+def heavy_hitters_only(self, *, window, **sizes):
     """H2O without its recent half: only the window is safe."""
-    replace_policy(patch, "h2o", recent_share=0.0)
+    INIT(self, window=window, **sizes)
+    for layer in self.layers:
+        layer.recent = window
 
 
-def logits_rounded(patch):
+@wrong("kvcache.attention_logits", cache.test_h2o_in_half_precision_rounds_its_output_only)
+def logits_rounded(queries, keys):
     """bf16 products reach the softmax rounded to 8 bits."""
-
-    def rounded(queries, keys):
-        grouped = queries.unflatten(1, (keys.shape[1], -1))
-        return (grouped @ keys[:, :, None].mT / keys.shape[3] ** 0.5).float()
-
-    patch.setattr(kvcache, "attention_logits", rounded)
+    grouped = queries.unflatten(1, (keys.shape[1], -1))
+    return (grouped @ keys[:, :, None].mT / keys.shape[3] ** 0.5).float()
 
 
-def weights_rounded(patch):
+@wrong("torch.Tensor.softmax", cache.test_h2o_in_half_precision_rounds_its_output_only)
+def weights_rounded(x, dim):
     """Attention weights are rounded to 8 bits before they meet the values."""
-    softmax = torch.Tensor.softmax
-
-    def rounded(x, dim):
-        weights = softmax(x, dim)
-        return weights if x.dtype == torch.float64 else weights.bfloat16().float()
-
-    patch.setattr(torch.Tensor, "softmax", rounded)
+    weights = SOFTMAX(x, dim)
+    return weights if x.dtype == torch.float64 else weights.bfloat16().float()
 
 
-def state_stays_behind(patch):
+@wrong("kvcache.PER_SLOT", of_run(cache.test_right_keys_survive_every_cut, "h2o"))
+def state_stays_behind():
     """What a policy has summed up per key is not moved with the key."""
-    patch.setattr(kvcache, "PER_SLOT", {"keys", "values", "positions"})
+    return {"keys", "values", "positions"}
 
 
-def keys_stay_behind(patch):
+@wrong("kvcache.PER_SLOT", of_run(cache.test_survivors_are_bit_identical_to_what_was_cached, "snapkv"))
+def keys_stay_behind():
     """Positions move to the front, their keys do not."""
-    patch.setattr(kvcache, "PER_SLOT", {"positions", "values", "attention"})
+    return {"positions", "values", "attention"}
 
 
-def rows_cut_together(patch):
+@wrong("kvcache.LayerCache.attend", sampling.test_a_row_does_not_depend_on_its_batch_mates, "streaming")
+def rows_cut_together(self, queries, keys, values, positions):
     """As soon as one row is full, all are cut: a row depends on its batch-mates."""
-    attend = LayerCache.attend
-
-    def together(self, queries, keys, values, positions):
-        B = len(queries)
-        before = self.length[:B].clone()
-        out = attend(self, queries, keys, values, positions)
-        if (self.length[:B] < before).any():
-            slots, self.slots = self.slots, self.budget + 1
-            self._cut(self.parts, positions[:, 0] + 1)
-            self.slots = slots
-        return out
-
-    patch.setattr(LayerCache, "attend", together)
-
-
-def fresh_draws(patch):
-    """`random` draws again at each cut."""
-    replace_policy(patch, "random", score=lambda held: torch.rand(held.positions.shape))
-
-
-def draws_of_the_batch(patch):
-    """`random` draws by place in the batch."""
-    replace_policy(
-        patch, "random", score=lambda held: torch.rand(held.positions.shape, generator=test_rollout.seeded(0))
-    )
-
-
-def window_without_causality(patch):
-    """The window's queries see keys that are newer than they are."""
-
-    def timeless(held, kernel=7):
-        logits = kvcache.attention_logits(held.queries, held.keys)
-        attention = logits.masked_fill((held.positions == kvcache.EMPTY)[:, :, None, None], -torch.inf).softmax(-1)
-        return kvcache.pool_older(attention.mean(dim=(2, 3)), held, kernel)
-
-    for name, policy in COMPRESSORS.items():
-        if policy.score is kvcache.snapkv_mean:
-            replace_policy(patch, name, score=timeless)
-
-
-def query_heads_pooled_the_other_way(patch):
-    """The mean of the attention for the maximum of the logits, and the other way about."""
-    mean, largest = kvcache.snapkv_mean, kvcache.snapkv
-    patch.setattr(test_kvcache, "snapkv_mean", largest)
-    patch.setattr(test_kvcache, "snapkv", mean)
-    for name, policy in COMPRESSORS.items():
-        if policy.score in (mean, largest):
-            replace_policy(patch, name, score=largest if policy.score is mean else mean)
-
-
-def importance_among_all_held(patch):
-    """R-KV's importance, and the released snapkv, with a softmax over the window's keys as well."""
-
-    def spread(held, kernel=7):
-        attention = kvcache.window_logits(held).amax(dim=2).softmax(-1)
-        return kvcache.pool_older(attention.mean(dim=2), held, kernel)
-
-    for name, policy in COMPRESSORS.items():
-        if policy.score is kvcache.snapkv:
-            replace_policy(patch, name, score=spread)
-    patch.setattr(kvcache, "snapkv", spread)
-    patch.setattr(test_kvcache, "snapkv", spread)
-
-
-def pooling_over_the_window(patch):
-    """The window's own attention spreads to the older keys beside it."""
-
-    def pool(scores, held, kernel):
-        return F.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)
-
-    patch.setattr(kvcache, "pool_older", pool)
-
-
-def budget_at_prefill_only(patch):
-    """SnapKV 23, KVCache-Factory 20: decoding grows on (here: with slots enough to do so)."""
-    init, prefill = KVCache.__init__, LayerCache._prefill
-    patch.setattr(KVCache, "__init__", lambda self, **sizes: init(self, **(sizes | {"buffer": 500})))
-
-    def cut_prompts(self, *args):
-        out = prefill(self, *args)
-        slots, self.slots = self.slots, self.budget + 5
-        self._cut(self.parts, self.length.clone())
+    B = len(queries)
+    before = self.length[:B].clone()
+    out = ATTEND(self, queries, keys, values, positions)
+    if (self.length[:B] < before).any():
+        slots, self.slots = self.slots, self.budget + 1
+        self._cut(self.parts, positions[:, 0] + 1)
         self.slots = slots
-        return out
-
-    patch.setattr(LayerCache, "_prefill", cut_prompts)
+    return out
 
 
-def dirty_slots(patch):
+@wrong("kvcache.random", cache.test_random_draws_once_per_key)
+def fresh_draws(held):
+    """`random` draws again at each cut."""
+    return torch.rand(held.positions.shape)
+
+
+@wrong("kvcache.random", sampling.test_a_row_does_not_depend_on_its_batch_mates, "random")
+def draws_of_the_batch(held):
+    """`random` draws by place in the batch."""
+    return torch.rand(held.positions.shape, generator=seeded(0))
+
+
+@wrong("kvcache.snapkv_mean", of_run(cache.test_right_keys_survive_every_cut, "snapkv-mean", 1))
+def window_without_causality(held, kernel=7):
+    """The window's queries see keys that are newer than they are."""
+    logits = attention_logits(held.queries, held.keys)
+    attention = logits.masked_fill((held.positions == EMPTY)[:, :, None, None], -torch.inf).softmax(-1)
+    return pool_older(attention.mean(dim=(2, 3)), held, kernel)
+
+
+@wrong("kvcache.snapkv", cache.test_the_two_ways_to_pool_the_query_heads_of_a_kv_head)
+@wrong("kvcache.snapkv", of_run(cache.test_right_keys_survive_every_cut, "snapkv"))
+@wrong("kvcache.snapkv", of_run(cache.test_right_keys_survive_every_cut, "snapkv", 1))
+def mean_of_the_query_heads(held, kernel=7):
+    """The mean of the attention for the maximum of the logits."""
+    return snapkv_mean(held, kernel)
+
+
+@wrong("kvcache.snapkv_mean", cache.test_the_two_ways_to_pool_the_query_heads_of_a_kv_head)
+@wrong("kvcache.snapkv_mean", of_run(cache.test_right_keys_survive_every_cut, "snapkv-mean"))
+def largest_of_the_query_heads(held, kernel=7):
+    """The maximum of the logits for the mean of the attention."""
+    return snapkv(held, kernel)
+
+
+@wrong("kvcache.snapkv", cache.test_the_two_ways_to_pool_the_query_heads_of_a_kv_head)
+@wrong("kvcache.snapkv", of_run(cache.test_right_keys_survive_every_cut, "snapkv", 1))
+@wrong("kvcache.snapkv", of_run(cache.test_right_keys_survive_every_cut, "rkv"))
+def importance_among_all_held(held, kernel=7):
+    """R-KV's importance, and the released snapkv, with a softmax over the window's keys as well."""
+    attention = window_logits(held).amax(dim=2).softmax(-1)
+    return pool_older(attention.mean(dim=2), held, kernel)
+
+
+@wrong("kvcache.pool_older", cache.test_snapkv_pools_over_older_neighbours_only)
+def pooling_over_the_window(scores, held, kernel):
+    """The window's own attention spreads to the older keys beside it."""
+    return F.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)
+
+
+@wrong("kvcache.LayerCache._cut", sampling.test_held_keys_never_exceed_budget_plus_buffer)
+def budget_at_prefill_only(self, source, seen):
+    """SnapKV 23, KVCache-Factory 20: decoding grows on (here: by a slot whenever they are full)."""
+    if source is not self.parts:
+        CUT(self, source, seen)
+    elif self.length.max() == self.slots:
+        for name in {"keys", "values", "positions"}:
+            slot = torch.full_like(self.parts[name][:, :, :1], EMPTY if name == "positions" else 0)
+            self.parts[name] = torch.cat([self.parts[name], slot], dim=2)
+        self.slots += 1
+
+
+@wrong("kvcache.LayerCache._cut", of_run(cache.test_unused_slots_are_zero, "snapkv"))
+def dirty_slots(self, source, seen):
     """pytorch 103963: freed slots keep what they held."""
-    cut = LayerCache._cut
-
-    def leave(self, source, seen):
-        before = self.length.clone()
-        cut(self, source, seen)
-        for name in ("keys", "values"):
-            self.parts[name][self.length < before, :, self.budget :] = 1.0
-
-    patch.setattr(LayerCache, "_cut", leave)
+    before = self.length.clone()
+    CUT(self, source, seen)
+    for name in ("keys", "values"):
+        self.parts[name][self.length < before, :, self.budget :] = 1.0
 
 
-def grow_by_gathering(patch):
-    """SMD experiment 4: survivors are gathered into new tensors."""
-    compact = KVCache.compact
-
-    def regather(self, alive):
-        order = compact(self, alive)
-        for layer in self.layers:
-            layer.parts["keys"] = layer.parts["keys"].clone()
-        return order
-
-    patch.setattr(KVCache, "compact", regather)
+@wrong("kvcache.KVCache.compact", cache.test_memory_stays_where_it_is_through_a_rollout, "snapkv")
+def grow_by_gathering(self, alive):
+    """Rows that stay are gathered into new tensors."""
+    order = COMPACT(self, alive)
+    for layer in self.layers:
+        layer.parts["keys"] = layer.parts["keys"].clone()
+    return order
 
 
-def lose_the_state_of_dropped_rows(patch):
+@wrong("kvcache.KVCache.compact", cache.test_dropped_rows_leave_the_others_whole, "snapkv")
+@wrong("kvcache.KVCache.compact", sampling.test_a_row_does_not_depend_on_its_batch_mates, "random")
+def lose_the_state_of_dropped_rows(self, alive):
     """Rows are compacted, their queries and seeds are not."""
-    compact = KVCache.compact
-
-    def partly(self, alive):
-        left = [{name: layer.parts.pop(name) for name in ("queries", "seeds") if name in layer.parts} for layer in self]
-        order = compact(self, alive)
-        for layer, parts in zip(self, left, strict=True):
-            layer.parts |= parts
-        return order
-
-    patch.setattr(KVCache, "compact", partly)
+    left = [{name: layer.parts.pop(name) for name in ("queries", "seeds") if name in layer.parts} for layer in self]
+    order = COMPACT(self, alive)
+    for layer, parts in zip(self, left, strict=True):
+        layer.parts |= parts
+    return order
 
 
-def only_the_first_is_compressed(patch):
-    """KVCache-Factory 15: a flag on the module outlives the rollout."""
-    cut = LayerCache._cut
-
-    def once(self, source, seen):
-        before = self.length.clone()
-        cut(self, source, seen)
-        if not self.length.equal(before):
-            replace_policy(patch, "snapkv", score=lambda held: held.positions)
-
-    patch.setattr(LayerCache, "_cut", once)
+@wrong("kvcache.KVCache.__init__", sampling.test_earlier_rollouts_leave_no_trace, "snapkv")
+def only_the_first_is_compressed(self, **sizes):
+    """KVCache-Factory 15: a flag on the module outlives the rollout, and the next ones keep the newest."""
+    INIT(self, **sizes)
+    if next(CACHES):
+        for layer in self.layers:
+            layer.policy = replace(layer.policy, score=lambda held: held.positions)
 
 
-def capacity_overwritten(patch):
+@wrong("kvcache.pyramid_budgets", cache.test_a_cache_does_not_change_the_settings_of_the_next)
+def capacity_overwritten(budget, layers, window):
     """Released pyramidkv: each call changes the last call's capacity."""
-    calls = []
-
-    def budgets(budget, layers, window):
-        calls.append(0)
-        first, *middle, last = kvcache.pyramid_budgets(budget, layers, window)
-        return [first - len(calls), *middle, last + len(calls)]
-
-    replace_policy(patch, "pyramidkv", layer_budgets=budgets)
+    call, (first, *middle, last) = next(CALLS), pyramid_budgets(budget, layers, window)
+    return [first - call, *middle, last + call]
 
 
-def pyramid_of_the_whole_budget(patch):
+@wrong("kvcache.pyramid_budgets", cache.test_pyramid_divides_what_lies_beyond_the_window, 512, [992, 671, 352, 33])
+def pyramid_of_the_whole_budget(budget, layers, window):
     """The last layer gets a twentieth of the budget, the window included."""
+    spread = budget - max(budget // 20, window + 1)
+    return [budget + round(spread * (1 - 2 * layer / (layers - 1))) for layer in range(layers)]
 
-    def budgets(budget, layers, window):
-        spread = budget - max(budget // 20, window + 1)
-        return [budget + round(spread * (1 - 2 * layer / (layers - 1))) for layer in range(layers)]
 
-    patch.setattr(test_kvcache, "pyramid_budgets", budgets)
+# ------------------------------------------------------------------------------------------------------------ replay
+
+
+@wrong("kvcache.replay_attention", LEARNER, "snapkv", torch.float32, 1e-5)
+def late_by_one(queries, keys, values, evicted_at):
+    """A key is still seen by the query that came after it went."""
+    return replay_attention(queries, keys, values, evicted_at + (evicted_at < 2**15 - 1).to(evicted_at.dtype))
+
+
+@wrong("kvcache.replay_attention", LEARNER, "snapkv", torch.float32, 1e-5)
+def heads_interleaved(queries, keys, values, evicted_at):
+    """Query head h is served by KV head h mod K."""
+    K = keys.shape[1]
+    order = torch.arange(queries.shape[1]).view(-1, K).T.flatten()
+    return replay_attention(queries[:, order], keys, values, evicted_at)[:, order.argsort()]
+
+
+@wrong("kvcache.replay_attention", LEARNER, "snapkv", torch.float32, 1e-5)
+def one_mask_for_all_heads(queries, keys, values, evicted_at):
+    """All heads see what the first KV head held."""
+    return replay_attention(queries, keys, values, evicted_at[:, :1].expand_as(evicted_at))
 
 
 # -------------------------------------------------------------------------------------------------------- the sampler
 
 
-def replace_sample(patch, faulty) -> None:
-    """Put another sampler into rollout.py and under its tests."""
-    patch.setattr(rollout, "sample", faulty)
-    patch.setattr(test_rollout, "sample", faulty)
-
-
-def replace_rollout(patch, faulty) -> None:
-    """Put another rollout under its tests."""
-    patch.setattr(test_rollout, "sparse", lambda *args, **settings: faulty(SPARSE, *args, **settings))
-
-
-SAMPLE, SPARSE = rollout.sample, test_rollout.sparse
-
-
-def log_prob_at_temperature_one(patch):
+@wrong("rollout.sample", sampling.test_log_prob_is_taken_at_the_sampling_temperature)
+def log_prob_at_temperature_one(logits, uniforms, temperature=1.0, top_p=1.0):
     """trl PR 3029, 4159."""
-
-    def sample(logits, uniforms, temperature=1.0, top_p=1.0):
-        tokens, _ = SAMPLE(logits, uniforms, temperature, top_p)
-        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-
-    replace_sample(patch, sample)
+    tokens, _ = sample(logits, uniforms, temperature, top_p)
+    return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
-def log_prob_of_the_nucleus(patch):
+@wrong("rollout.sample", sampling.test_top_p_keeps_the_nucleus_and_reports_the_full_softmax)
+def log_prob_of_the_nucleus(logits, uniforms, temperature=1.0, top_p=1.0):
     """trl 6789: renormalised after top-p."""
-
-    def sample(logits, uniforms, temperature=1.0, top_p=1.0):
-        tokens, logp = SAMPLE(logits, uniforms, temperature, top_p)
-        return tokens, logp - torch.tensor(top_p).log()
-
-    replace_sample(patch, sample)
+    tokens, logp = sample(logits, uniforms, temperature, top_p)
+    return tokens, logp - torch.tensor(top_p).log()
 
 
-def search_left(patch):
+@wrong("rollout.sample", sampling.test_a_token_of_probability_zero_is_never_drawn, 1.0)
+def search_left(logits, uniforms, temperature=1.0, top_p=1.0):
     """searchsorted without right=True, and no bound below the total: u = 0 and u near 1 fall on impossible tokens."""
-
-    def sample(logits, uniforms, temperature=1.0, top_p=1.0):
-        logp = (logits / (temperature or 1.0)).log_softmax(-1)
-        tokens = torch.searchsorted(logp.exp().cumsum(-1), uniforms[:, None])[:, 0].clamp(max=logits.shape[-1] - 1)
-        return tokens, logp.gather(-1, tokens[:, None])[:, 0]
-
-    replace_sample(patch, sample)
+    logp = (logits / (temperature or 1.0)).log_softmax(-1)
+    tokens = torch.searchsorted(logp.exp().cumsum(-1), uniforms[:, None])[:, 0].clamp(max=logits.shape[-1] - 1)
+    return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 
-def one_draw_for_the_group(patch):
+@wrong("rollout.sample", sampling.test_each_member_of_a_group_draws_its_first_token)
+def one_draw_for_the_group(logits, uniforms, **how):
     """nanochat PR 201: one number for all rows, so all samples of a prompt start alike."""
-    replace_sample(patch, lambda logits, u, **how: SAMPLE(logits, u[:1].expand_as(u), **how))
+    return sample(logits, uniforms[:1].expand_as(uniforms), **how)
 
 
-def numbers_by_place_in_the_batch(patch):
+@wrong("rollout.sample", sampling.test_a_row_does_not_depend_on_its_batch_mates, "full")
+def numbers_by_place_in_the_batch(logits, uniforms, **how):
     """Uniform numbers dealt out to whichever rows are active."""
-
-    def sample(logits, u, **how):
-        return SAMPLE(logits, torch.rand(len(u), generator=test_rollout.seeded(len(u))), **how)
-
-    replace_sample(patch, sample)
+    return sample(logits, torch.rand(len(uniforms), generator=seeded(len(uniforms))), **how)
 
 
-def eos_dropped(patch):
+@wrong("test_rollout.sparse", sampling.test_the_sampled_eos_belongs_to_the_response)
+def eos_dropped(*args, **settings):
     """rasbt PR 185, RAGEN 59."""
-
-    def faulty(sparse, *args, **settings):
-        r = sparse(*args, **settings)
-        return dataclasses.replace(r, response_lengths=r.response_lengths - r.finished.long())
-
-    replace_rollout(patch, faulty)
+    r = SPARSE(*args, **settings)
+    return replace(r, response_lengths=r.response_lengths - r.finished.long())
 
 
-def first_eos_only(patch):
+@wrong("test_rollout.sparse", sampling.test_a_row_ends_at_any_of_several_eos_ids)
+def first_eos_only(*args, eos_ids, **settings):
     """trl PR 7039."""
-    replace_rollout(patch, lambda sparse, *args, eos_ids, **settings: sparse(*args, eos_ids=eos_ids[:1], **settings))
+    return SPARSE(*args, eos_ids=eos_ids[:1], **settings)
 
 
-def pad_ends_the_response(patch):
+@wrong("test_rollout.sparse", sampling.test_a_sampled_pad_id_is_an_ordinary_token)
+def pad_ends_the_response(*args, **settings):
     """GRPO-Zero: lengths by "is not pad"."""
-
-    def faulty(sparse, *args, **settings):
-        r = sparse(*args, **settings)
-        body = torch.tensor([sum(token != 0 for token in r.response(i)) for i in range(len(r.tokens))])
-        return dataclasses.replace(r, response_lengths=body)
-
-    replace_rollout(patch, faulty)
+    r = SPARSE(*args, **settings)
+    body = torch.tensor([sum(token != 0 for token in r.response(i)) for i in range(len(r.tokens))])
+    return replace(r, response_lengths=body)
 
 
-def samples_tiled(patch):
+@wrong("test_rollout.sparse", sampling.test_groups_follow_the_order_of_the_prompts)
+def samples_tiled(model, prompts, *, group_size, **settings):
     """nanoGRPO: ABAB where the rest expects AABB."""
-
-    def faulty(sparse, model, prompts, *, group_size, **settings):
-        return sparse(model, prompts * group_size, group_size=1, **settings)
-
-    replace_rollout(patch, faulty)
+    return SPARSE(model, prompts * group_size, group_size=1, **settings)
 
 
-def ids_re_encoded(patch):
+@wrong("test_rollout.sparse", sampling.test_the_log_probs_are_those_of_the_very_ids_in_the_record)
+def ids_re_encoded(*args, **settings):
     """rllm 816, slime PR 117: decode and encode again, and an id is another."""
-
-    def faulty(sparse, *args, **settings):
-        r = sparse(*args, **settings)
-        return dataclasses.replace(r, tokens=torch.where(r.tokens == 7, 8, r.tokens))
-
-    replace_rollout(patch, faulty)
+    r = SPARSE(*args, **settings)
+    return replace(r, tokens=torch.where(r.tokens == 7, 8, r.tokens))

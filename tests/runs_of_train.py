@@ -37,6 +37,11 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """All that lies in a folder, to see that nothing was touched."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 def timeless(records: list[dict]) -> list[dict]:
     """Metrics without those that measure time."""
     return [{k: v for k, v in r.items() if "second" not in k} for r in records]

@@ -1,7 +1,9 @@
 """Bad input ends in one sentence that names the file, line or flag and the remedy; its nearest good neighbour is taken.
 
 One case for each kind of fault: a sentence, the bad input that it answers, and the nearest good input. All go through
-the real command lines, in a folder that holds `model/`, `p-train.jsonl`, `p-heldout.jsonl` and a finished `run/`.
+the real command lines, in a folder that holds `model/`, `p-train.jsonl`, `p-heldout.jsonl` and a finished `run/`. What
+config.json and weights may be is in test_model.py, messages and templates in test_prompts.py, damaged checkpoints in
+test_faults.py, a run whose inputs changed in test_resume.py.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ import json
 import re
 import runpy
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from runs_of_train import contents
 
 import eval as evaluation
 import train
@@ -33,30 +35,28 @@ PROGRAMS = {
     "resume": (train.main, "--resume run"),
 }
 
-DELETED, FOLDER = object(), object()  # what a file is replaced by
-Files = dict[
-    str, object
-]  # path: text or bytes, a dict of changed keys of its JSON, an edit of tensors, or one of these
+DELETED = object()  # stands for no such file, or no such key
+Files = dict[str, object]  # path: its whole content (text, bytes), the changed keys of its JSON (dict), or DELETED
 
 
 @dataclass(frozen=True)
 class Case:
-    """Input that is refused with this sentence, and its neighbour that is not."""
+    """Input that is refused with this sentence, and its neighbour that is not: options, and files that differ."""
 
     sentence: str
-    bad: str | list[str]
-    good: str | list[str]
-    bad_files: Files
-    good_files: Files
-    program: str
+    bad: str = ""
+    good: str = ""
+    bad_files: Files = field(default_factory=dict)
+    good_files: Files = field(default_factory=dict)
+    program: str = "train"
 
 
-def flags(bad: str | list[str], sentence: str, good: str | list[str], program: str = "train") -> Case:
+def flags(bad: str, sentence: str, good: str, program: str = "train") -> Case:
     """A case of options alone."""
-    return Case(sentence, bad, good, {}, {}, program)
+    return Case(sentence, bad, good, program=program)
 
 
-def file(name: str, bad: object, sentence: str, good: object = None, program: str = "train", options: str = "") -> Case:
+def file(name: str, bad, sentence: str, good=None, program: str = "train", options: str = "") -> Case:
     """A case of what a file holds; by default the good neighbour is the file as it is."""
     return Case(sentence, options, options, {name: bad}, {} if good is None else {name: good}, program)
 
@@ -70,27 +70,12 @@ def problems(bad: str | bytes, sentence: str, good: str | bytes) -> Case:
     return file("p-train.jsonl", bad, sentence, good)
 
 
-def config(bad: dict, sentence: str, good: dict | None = None) -> Case:
-    return file("model/config.json", bad, sentence, good)
-
-
-def index(sentence: str, **content) -> Case:
-    """No single file of weights, but an index of several."""
-    files = {"model/model.safetensors": DELETED, "model/model.safetensors.index.json": json.dumps(content)}
-    return Case(sentence, "", "", files, {}, "train")
-
-
 GOOD = row(prompt="1+1=", answer="2")
-NORM = "model.norm.weight"  # (32,)
-NO_PROMPT = "no `prompt` (text, or messages of role and content), `question` or `problem` in this row"
 NESTED = "[" * 100_000 + "]" * 100_000
 WORDS = {"type": "WordLevel", "vocab": {"?": 0, "<end>": 1, "1": 2, "+": 3, "=": 4, "0": 5}, "unk_token": "?"}
-USER = {"role": "user", "content": "1"}
-END = {"id": 1, "content": "<end>", "special": True} | dict.fromkeys(
-    ["single_word", "lstrip", "rstrip", "normalized"], False
-)
-ALONE = "{% if messages[0].role == 'system' %}{{ raise_exception('No system here') }}{% endif %}1"
-LETTER = {"type": "BPE", "vocab": {"a": 0, "<end>": 1}, "merges": []}
+ANOTHER = [{"model": WORDS | {"vocab": WORDS["vocab"] | {"0": number}}} for number in (17, 16)]  # the model has 17
+LETTER = {"model": {"type": "BPE", "vocab": {"a": 0, "<end>": 1}, "merges": []}}
+NO_EOS = "eos_token_id, or eos_token of tokenizer_config.json, is"
 
 OPTIONS = [
     # Numbers
@@ -103,32 +88,24 @@ OPTIONS = [
     flags("--updates 3", "--updates must divide the 2 prompts of a step, not 3", "--updates 2"),
     flags("--budget 2", "budget 2 must exceed the window of 2: raise the budget", "--budget 3"),
     flags("--samples 2", "2 greedy responses would all be the same: set", "--samples 2 --temperature 1", "eval"),
-    # Names
+    flags("--max-prompt-tokens 3", "every prompt has over 3 tokens: raise", "--max-prompt-tokens 4"),
+    # Names. Training samples from the whole distribution: it has no --top-p
     flags("--compressor zip", "argument --compressor: invalid choice: 'zip' (choose", "--compressor rkv"),
     flags("--compressor h2o,", "unknown compressor '': choose from full, streaming", "--compressor h2o,rkv", "eval"),
-    flags("--bud 9", "unrecognized arguments: --bud 9", "--budget 9"),
-    flags("--top-p 0.9", "unrecognized arguments: --top-p 0.9", ""),
-    flags("--template none", "--template 'none' is none of these: auto: text as it is,", ["--template", "{question}"]),
-    flags("--template no.jinja", "cannot read the chat template no.jinja ([Errno 2] No such file", "--template auto"),
+    flags("--bud 9 --top-p 0.9", "unrecognized arguments: --bud 9 --top-p 0.9", "--budget 9"),
     flags("--device abacus", "--device abacus is not usable here (Expected one of cpu", "--device cpu"),
-    flags(["--device="], "--device is not usable here (", ""),
+    flags("--device=", "--device is not usable here (", ""),
     # Paths
     flags("--model nowhere", "nowhere/config.json does not exist", "--model model"),
     flags("--model p-train.jsonl", "cannot read p-train.jsonl/config.json: Not a directory", "--model model"),
     flags(
         "--data nowhere", "cannot read the problems in nowhere as UTF-8 text ([Errno 2] No", "--data p-heldout.jsonl"
     ),
-    flags(
-        "--eval-data model",
-        "cannot read the problems in model as UTF-8 text ([Errno 21] Is a",
-        "--eval-data p-heldout.jsonl",
-    ),
-    flags("--benchmark model", "--benchmark model is no folder with JSONL files", ["--benchmark", "."], "eval"),
+    flags("--benchmark model", "--benchmark model is no folder with JSONL files", "--benchmark .", "eval"),
     flags("--out run", "run exists already: name another folder with --out", "--out run2"),
     flags("--out p-train.jsonl/a", "Not a directory: 'p-train.jsonl/a'", "--out p/a"),
-    flags("--out p-train.jsonl", "cannot make the file p-train.jsonl (File exists)", ["--out="], "compare"),
+    flags("--out p-train.jsonl", "cannot make the file p-train.jsonl (File exists)", "--out=", "compare"),
     # Arguments in a file
-    flags("@no.args", "No such file or directory: 'no.args'", ""),
     file("a.args", '--lr 1\n--out "x', "No closing quotation in the line '--out \"x'", "--lr 1", options="@a.args"),
     file("a.args", "@a.args", "maximum recursion depth exceeded", "--lr 1", options="@a.args"),
 ]
@@ -138,116 +115,34 @@ PROBLEMS = [
     problems(f'{{"prompt": {NESTED}}}', "p-train.jsonl, line 1: maximum recursion depth", GOOD),
     problems("[1]\n", "p-train.jsonl, line 1: a problem is a JSON object, not list", GOOD),
     problems(GOOD.encode("utf-16"), "problems in p-train.jsonl as UTF-8 text ('utf-8' codec", GOOD.encode("utf-8-sig")),
-    problems(
-        row(prompt="\ud800", answer="1"),
-        "line 1: 'utf-8' codec can't encode character '\\ud800'",
-        row(prompt="😀", answer="1"),
-    ),
-    problems(
-        row(prompt=["1"], answer="1"), "line 1: a message is `role` (system, user or", row(question="1", answer="1")
-    ),
+    problems(row(prompt="\ud800", answer="1"), "line 1: 'utf-8' codec can't encode", row(prompt="😀", answer="1")),
     problems(row(prompt="1", answer=True), "line 1: `answer` is True, an answer", row(prompt="1", answer=1)),
-    problems(row(prompt="1") * 3, "p-train.jsonl holds no problem with an answer", row(prompt="1") + GOOD),
-    file("e.jsonl", "x", "e.jsonl, line 1: not valid JSON", GOOD, "train", "--eval-data e.jsonl"),
-    flags("--max-prompt-tokens 3", "every prompt has over 3 tokens: raise", "--max-prompt-tokens 4"),
-    problems(row(prompt=[], answer="1"), f"line 1: {NO_PROMPT}", row(prompt=[USER], answer="1")),
-    problems(
-        row(prompt=[USER, USER | {"role": "assistant"}], answer="1"),
-        "p-train.jsonl, line 1: the last message is of role assistant: a prompt must end with one of role user",
-        row(prompt=[USER | {"role": "assistant"}, USER], answer="1"),
-    ),
-    Case(
-        "p-train.jsonl, line 2: its text holds <end>, a control token of this model: remove it",
-        *("", ""),
-        {"p-train.jsonl": GOOD + row(question="1<end>", answer="1"), "model/tokenizer.json": {"added_tokens": [END]}},
-        {"p-train.jsonl": GOOD + row(prompt="1<end>", answer="1"), "model/tokenizer.json": {"added_tokens": [END]}},
-        "train",
-    ),
-    Case(
-        "line 1: the chat template of model/chat_template.jinja does not take these messages (No system here)",
-        *("", ""),
-        {
-            "p-train.jsonl": row(prompt=[USER | {"role": "system"}, USER], answer="1"),
-            "model/chat_template.jinja": ALONE,
-        },
-        {"p-train.jsonl": row(prompt=[USER], answer="1"), "model/chat_template.jinja": ALONE},
-        "train",
-    ),
+    file("e.jsonl", "x", "e.jsonl, line 1: not valid JSON", GOOD, options="--eval-data e.jsonl"),
     Case(
         "p-train.jsonl, line 1: the prompt 'b' has no tokens: remove it",
-        *("", ""),
-        {"p-train.jsonl": row(prompt="b", answer="1"), "model/tokenizer.json": {"model": LETTER}},
-        {"p-train.jsonl": row(prompt="a", answer="1"), "model/tokenizer.json": {"model": LETTER}},
-        "train",
+        bad_files={"p-train.jsonl": row(prompt="b", answer="1"), "model/tokenizer.json": LETTER},
+        good_files={"p-train.jsonl": row(prompt="a", answer="1"), "model/tokenizer.json": LETTER},
     ),
 ]
 
 MODELS = [
-    # config.json; what it may say is in test_model.py
-    file("model/config.json", DELETED, "model/config.json does not exist"),
-    file("model/config.json", FOLDER, "cannot read model/config.json: Is a directory"),
     file("model/config.json", "{", "model/config.json is not valid JSON (Expecting property name"),
-    config({"model_type": DELETED}, "config.json: model_type = None is not implemented in model.py, only 'llama' or"),
-    config({"model_type": "gpt2"}, "config.json: model_type = 'gpt2' is not implemented in model.py, only 'llama'"),
-    # The tokenizer, and the token that ends a response
-    file(
-        "model/tokenizer.json",
-        DELETED,
-        "model/tokenizer.json is no tokenizer (No such file or directory (os error 2)): --model",
-    ),
-    file("model/tokenizer.json", "{", "model/tokenizer.json is no tokenizer (EOF while parsing"),
-    file(
-        "model/tokenizer.json",
-        {"model": WORDS | {"vocab": WORDS["vocab"] | {"0": 17}}},
-        "p-train.jsonl, line 1: token id 17, but the model has 17: is tokenizer.json another's?",
-        {"model": WORDS | {"vocab": WORDS["vocab"] | {"0": 16}}},
-    ),
-    file(
-        "model/chat_template.jinja", "1\n{% if %}", "model/chat_template.jinja: line 2 of the chat template is no", "1"
-    ),
-    config(
-        {"eos_token_id": DELETED}, "eos_token of tokenizer_config.json, is None: it must be a", {"eos_token_id": [1, 2]}
-    ),
-    config(
-        {"eos_token_id": 99},
-        "model: eos_token_id, or eos_token of tokenizer_config.json, is 99",
-        {"eos_token_id": 16},
-    ),
-    config(
-        {"eos_token_id": 16, "vocab_size": 16},
-        "is 16: it must be a token (or several) of this model",
-    ),
-    file(
-        "model/generation_config.json",
-        '{"eos_token_id": "<eos>"}',
-        "is <eos>: it must be a token (or several) of this model",
-        '{"eos_token_id": 16}',
-    ),
-    # Weights; what each tensor may be is in test_model.py
+    file("model/config.json", {"model_type": DELETED}, "config.json: model_type = None is not implemented in model.py"),
     file("model/model.safetensors", DELETED, "model/model.safetensors does not exist: the weights of model are"),
-    file("model/model.safetensors", FOLDER, "Is a directory: 'model/model.safetensors'"),
-    file("model/model.safetensors", b"version https://git-lfs", "model/model.safetensors is not a complete safetens"),
-    file(
-        "model/model.safetensors",
-        lambda t: t.update({NORM: torch.ones(31)}),
-        f"{NORM} has shape (31,) and torch.float32, config.json asks for (32,)",
-    ),
-    index("model: 21 tensors are missing, the first is 'embed_tokens.weight'"),
-    index("model/two.safetensors does not exist: the weights", weight_map={NORM: "two.safetensors"}),
+    # The tokenizer, its template, and the token that ends a response
+    file("model/tokenizer.json", "{", "model/tokenizer.json is no tokenizer (EOF while parsing"),
+    file("model/tokenizer.json", ANOTHER[0], "line 1: token id 17, but the model has 17: is tokenizer", ANOTHER[1]),
+    file("model/chat_template.jinja", "1\n{% if %}", "model/chat_template.jinja: line 2 of the chat template is", "1"),
+    file("model/config.json", {"eos_token_id": DELETED}, f"{NO_EOS} None: it must be a", {"eos_token_id": [1, 2]}),
+    file("model/config.json", {"eos_token_id": 16, "vocab_size": 16}, f"{NO_EOS} 16: it must", {"eos_token_id": 16}),
+    file("model/generation_config.json", '{"eos_token_id": "<eos>"}', f"{NO_EOS} <eos>: it", '{"eos_token_id": 16}'),
 ]
 
-RUNS = [  # inputs that changed are in test_resume.py, damaged checkpoints in test_faults.py
+RUNS = [
     flags("--resume nowhere", "nowhere/config.json does not exist", "--resume run"),
-    flags(
-        "--resume model", "model/config.json has other settings than this version (aggregation): name", "--resume run"
-    ),
+    flags("--resume model", "model/config.json has other settings than this version (aggregation)", "--resume run"),
     flags("--lr 0.5", "cannot change the experiment (--lr 0.01 -> 0.5): start a new run", "--lr 0.01", "resume"),
-    file(
-        "run/config.json",
-        {"learning_rate": 1},
-        "has other settings than this version (learning_rate)",
-        program="resume",
-    ),
+    file("run/config.json", {"learning_rate": 1}, "other settings than this version (learning_rate)", {}, "resume"),
     file("run/config.json", {"lr": "1"}, "--lr must be float, not '1'", {"kl_coef": 0}, "resume"),
     file("run/samples.jsonl", "x\n", "run/samples.jsonl is damaged, some line is no", '{"step": 1}\nx', "resume"),
 ]
@@ -276,37 +171,27 @@ def place(with_run, tmp_path, monkeypatch) -> Path:
 
 
 def put(files: Files) -> None:
-    """Change files: whole contents, keys of a JSON file, tensors, or no file any more."""
-    for name, content in files.items():
-        path = Path(name)
-        if isinstance(content, dict):
+    """Change files: whole contents, keys of a JSON file, or no file any more."""
+    for path, content in ((Path(name), content) for name, content in files.items()):
+        if content is DELETED:
+            path.unlink()
+        elif isinstance(content, dict):
             keys = json.loads(path.read_text()) | content
             path.write_text(json.dumps({key: value for key, value in keys.items() if value is not DELETED}))
-        elif callable(content):
-            tensors = load_file(path)
-            content(tensors)
-            save_file(tensors, path)
-        elif isinstance(content, bytes):
-            path.write_bytes(content)
-        elif isinstance(content, str):
-            path.write_text(content, encoding="utf-8")
         else:
-            path.unlink(missing_ok=True)
-            if content is FOLDER:
-                path.mkdir()
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def arguments(program: str, options: str | list[str]) -> list[str]:
-    base = PROGRAMS["resume" if "--resume" in options else program][1].split()
-    return [*base, *(options.split() if isinstance(options, str) else options)]
+def arguments(program: str, options: str) -> list[str]:
+    return [*PROGRAMS["resume" if "--resume" in options else program][1].split(), *options.split()]
 
 
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+NAMES = [case.sentence[:60] for case in CASES]
 
 
-def refused(case: Case, place: Path, capsys) -> None:
-    """Exit code 2; one line on stderr; every file as it was."""
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_bad_input_is_refused_in_one_sentence_and_nothing_is_written(case, place, capsys):
+    """Exit code 2; one line on stderr, which names the file, line or flag; every file as it was."""
     put(case.bad_files)
     before = contents(place)
     with pytest.raises(SystemExit) as stop:
@@ -317,48 +202,12 @@ def refused(case: Case, place: Path, capsys) -> None:
     assert contents(place) == before
 
 
-def names(cases: list[Case]) -> dict:
-    return {"argvalues": cases, "ids": [case.sentence[:60] for case in cases]}
-
-
-@pytest.mark.parametrize("case", **names(CASES))
-def test_bad_input_is_refused_in_one_sentence_and_nothing_is_written(case, place, capsys):
-    """It names the file, line or flag, and nothing else happens."""
-    refused(case, place, capsys)
-
-
-@pytest.mark.parametrize("case", **names(CASES))
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_its_nearest_good_neighbour_is_accepted(case, place):
     """train.py up to its plan, but a resumed run and the other programs whole."""
     put(case.good_files)
     dry = ["--dry-run"] if case.program == "train" and "--resume" not in case.good else []
     PROGRAMS[case.program][0](arguments(case.program, case.good) + dry)
-
-
-OPTIMIZER = "training/optimizer.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        (OPTIMIZER, b"x", "cannot read run/checkpoints/step-000001/training/optimizer.safetensors: Error while"),
-        (OPTIMIZER, DELETED, "cannot read run/checkpoints/step-000001/training/optimizer.safetensors: No such file"),
-        (OPTIMIZER, lambda t: t.pop("norm.weight.step"), "optimizer.safetensors: 'norm.weight.step'"),
-        ("model.safetensors", b"x", "run/checkpoints/step-000001/model.safetensors is not a complete safetensors file"),
-        ("config.json", FOLDER, "cannot read run/checkpoints/step-000001/config.json: Is a directory"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_and_without_it_the_run_goes_on(name, content, sentence, place, capsys):
-    """It is named, and what the run would go on from; here that is the start: the step is done again."""
-    damage = {f"run/checkpoints/step-000001/{name}": content}
-    advice = "; if run/checkpoints/step-000001 is damaged, move it away, and the run goes on from step 0"
-    refused(Case(sentence, "", "", damage, {}, "resume"), place, capsys)
-    with pytest.raises(SystemExit):
-        train.main(["--resume", "run"])
-    assert capsys.readouterr().err.endswith(advice + "\n")
-    Path("run/checkpoints/step-000001").rename("damaged")
-    train.main(["--resume", "run"])
-    assert "from step 0" in capsys.readouterr().out
 
 
 def test_samples_can_be_printed_where_the_terminal_knows_ascii_only(place, tmp_path, monkeypatch):

@@ -7,13 +7,11 @@ import json
 import math
 
 import pytest
-import torch
 from helpers import constant_model, tiny_model
 from tokenizers import Tokenizer, models
 
 import eval as evaluation
 from eval import pass_at_k
-from rollout import rollout_batches
 from task import Problem, Prompt, load_problems
 
 QUESTION = "What is 6 * 7?"
@@ -132,15 +130,3 @@ def test_evaluation_can_fall_back_to_the_last_number(extract, accuracy):
         compressor="full",
     )
     assert summary["accuracy"] == accuracy and summary["boxed"] == 0
-
-
-def test_results_do_not_depend_on_how_many_rows_are_sampled_at_once():
-    """`--rows` is a matter of memory."""
-    prompts = [[1, 2], [3], [4, 5, 6]]
-    settings = {"group_size": 2, "max_new_tokens": 6, "eos_ids": [0], "compressor": "full"}
-    one, many = (
-        rollout_batches(tiny_model(), prompts, rows=rows, generator=torch.Generator().manual_seed(0), **settings)
-        for rows in (1, 100)
-    )
-    assert [one.response(i) for i in range(6)] == [many.response(i) for i in range(6)]
-    torch.testing.assert_close(one.logp_sparse, many.logp_sparse)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_model
 from torch import Tensor
 
+import kvcache
 from kvcache import (
     COMPRESSORS,
     EMPTY,
@@ -24,13 +25,6 @@ from kvcache import (
     Held,
     KVCache,
     LayerCache,
-    choose,
-    h2o,
-    prompt_attention,
-    pyramid_budgets,
-    snapkv,
-    snapkv_mean,
-    streaming,
 )
 from model import load_model
 from rollout import cache_for, rollout
@@ -351,11 +345,11 @@ def test_equal_scores_keep_the_newer():
     """Pytorch 127196: top-k settles ties differently by backend (on CPU it keeps the oldest)."""
     positions = torch.arange(12).expand(1, 1, 12).int()
     held = Held({"positions": positions}, slice(1), seen=torch.tensor([12]), recent=2)
-    assert choose(torch.zeros(1, 1, 12), held, budget=5).tolist() == [[[7, 8, 9, 10, 11]]]
+    assert kvcache.choose(torch.zeros(1, 1, 12), held, budget=5).tolist() == [[[7, 8, 9, 10, 11]]]
     for seed in range(20):
         scores = torch.randint(3, (1, 1, 12), generator=seeded(seed)).float()
         expected = slow.survivors(dict(enumerate(scores[0, 0, :10].tolist())), list(range(12)), 2, 5)
-        assert choose(scores, held, budget=5)[0, 0].tolist() == expected
+        assert kvcache.choose(scores, held, budget=5)[0, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, torch.finfo(torch.float64).min])
@@ -366,8 +360,8 @@ def test_no_score_evicts_the_window_or_keeps_an_unused_slot(value):
     scores = torch.arange(10.0, dtype=torch.float64)[None, None]
     scores[..., :4] = value
     expected = [2, 3, 6, 7] if value == math.inf else [4, 5, 6, 7]
-    assert choose(scores, held, budget=4)[0, 0].tolist() == expected
-    assert choose(torch.full_like(scores, value), held, budget=4)[0, 0].tolist() == [4, 5, 6, 7]
+    assert kvcache.choose(scores, held, budget=4)[0, 0].tolist() == expected
+    assert kvcache.choose(torch.full_like(scores, value), held, budget=4)[0, 0].tolist() == [4, 5, 6, 7]
 
 
 def test_scores_of_another_shape_are_refused():
@@ -375,7 +369,7 @@ def test_scores_of_another_shape_are_refused():
     held = Held({"positions": torch.arange(6).int().expand(1, 2, 6)}, slice(1), seen=torch.tensor([6]), recent=2)
     for shape in ((1, 1, 6), (6,), (1, 2, 4), (2, 2, 6)):
         with pytest.raises(ValueError, match=r"shape \(B, K, S\) = \(1, 2, 6\), not"):
-            choose(torch.zeros(shape), held, budget=4)
+            kvcache.choose(torch.zeros(shape), held, budget=4)
 
 
 def test_streaming_keeps_four_sinks_and_the_newest():
@@ -419,15 +413,15 @@ def test_h2o_in_half_precision_rounds_its_output_only():
         assert ((ours.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()  # the last rounding
         assert (ours.double() - exact).abs().max() <= 2 * (theirs.double() - exact).abs().max() + 1e-4
     assert (cache[0].parts["attention"][:, :, :T].double() - received).abs().max() < 1e-3
-    whole = prompt_attention(q, k)
+    whole = kvcache.prompt_attention(q, k)
     assert (whole.double() - received).abs().max() < 1e-3
 
 
 def test_h2o_sums_of_a_prompt_do_not_depend_on_the_chunk():
     """Queries come in chunks, so that T x T weights never exist."""
     q, k = torch.randn(2, 4, 50, 8, generator=seeded(0)), torch.randn(2, 2, 50, 8, generator=seeded(1))
-    whole = prompt_attention(q, k)  # (B, K, T)
-    assert torch.allclose(prompt_attention(q, k, chunk=7), whole, atol=1e-5)
+    whole = kvcache.prompt_attention(q, k)  # (B, K, T)
+    assert torch.allclose(kvcache.prompt_attention(q, k, chunk=7), whole, atol=1e-5)
     assert torch.allclose(whole.sum(-1), torch.full((2, 2), 50.0))  # each query pays 1 in all
 
 
@@ -457,7 +451,7 @@ def test_the_two_ways_to_pool_the_query_heads_of_a_kv_head():
         "positions": torch.arange(4).int()[None, None],
     }
     held = Held(parts, slice(1), seen=torch.tensor([4]), recent=1)
-    mean, largest = (score(held, kernel=1)[0, 0, :3] for score in (snapkv_mean, snapkv))
+    mean, largest = (score(held, kernel=1)[0, 0, :3] for score in (kvcache.snapkv_mean, kvcache.snapkv))
     assert torch.allclose(mean, torch.tensor([4 + 1, 1 + 3, 1 + 1]) / 16)  # of 4, 1, 1 and of 1, 3, 1, all of 8
     assert torch.allclose(largest, torch.tensor([4, 3, 1]) / 8)  # of the largest logits, the window's own left out
 
@@ -491,7 +485,7 @@ def test_random_draws_are_uniform_and_apart_for_rows_layers_heads_and_positions(
 )
 def test_pyramid_budgets_fall_linearly_with_the_same_sum(budget, layers, window):
     """PyramidKV 2406.02069, at the same memory as the others; no layer below its window and one more key."""
-    budgets = pyramid_budgets(budget, layers, window)
+    budgets = kvcache.pyramid_budgets(budget, layers, window)
     last = window + max((budget - window) // 20, 1) if layers > 1 else budget
     ideal = torch.linspace(2 * budget - last, last, layers, dtype=torch.float64)
     assert sum(budgets) == layers * budget
@@ -503,7 +497,7 @@ def test_pyramid_budgets_fall_linearly_with_the_same_sum(budget, layers, window)
 @pytest.mark.parametrize(("budget", "budgets"), [(72, [134, 92, 51, 11]), (512, [992, 671, 352, 33])])
 def test_pyramid_divides_what_lies_beyond_the_window(budget, budgets):
     """The public code divides budget - window by beta, 64 / 20 = 3 and 504 / 20 = 25, and adds the window of 8."""
-    assert pyramid_budgets(budget, layers=4, window=8) == budgets
+    assert kvcache.pyramid_budgets(budget, layers=4, window=8) == budgets
 
 
 def test_a_cache_does_not_change_the_settings_of_the_next():
@@ -529,7 +523,7 @@ def test_keys_and_values_take_exactly_the_bytes_of_their_slots(compressor, dtype
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_memory_stays_where_it_is_through_a_rollout(compressor):
-    """SMD experiment 4: after the prompts were expanded to their groups no step, cut or dropped row moves a byte."""
+    """After the prompts were expanded to their groups no step, cut or dropped row moves a byte."""
     seen = set()
     attend = LayerCache.attend
 
@@ -563,7 +557,7 @@ def test_dropped_rows_leave_the_others_whole(compressor):
 @pytest.mark.parametrize("rows", [4, 3])
 @pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "snapkv-mean", "rkv"])
 def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
-    """SMD experiment 4: gathering all layers at once made the peak rise by half. (R-KV's cosines never exist whole.)"""
+    """Gathering all layers at once would make the peak rise by half. (R-KV's cosines never exist whole.)"""
     B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16
     cache = KVCache(
         rows=B, layers=1, heads=H, kv_heads=K, head_dim=D, max_length=0, compressor=compressor, budget=budget,
@@ -603,15 +597,15 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentenc
         ({"layer_budgets": lambda budget, layers, window: [budget + 8, budget - 8]}, "2 budgets of at least 9 .* 24"),
         ({"layer_budgets": lambda budget, layers, window: [budget]}, "2 budgets of at least 9 .* the sum 24, not .12]"),
         ({"layer_budgets": lambda budget, layers, window: [budget + 1] * 2}, "must have the sum 24, not .13, 13"),
-        ({"score": snapkv_mean}, "nothing is kept as queries for this policy: say queries=True"),
-        ({"score": h2o}, "nothing is kept as attention for this policy: say attention=True"),
+        ({"score": kvcache.snapkv_mean}, "nothing is kept as queries for this policy: say queries=True"),
+        ({"score": kvcache.h2o}, "nothing is kept as attention for this policy: say attention=True"),
         ({"score": lambda held: held.keysteps}, "nothing is kept as keysteps for this policy"),
     ],
 )
 def test_a_policy_declared_wrongly_is_refused_with_a_sentence(policy, sentence, monkeypatch):
     """Otherwise the window would not survive, or the scores would be those of another policy."""
     with pytest.raises(ValueError, match=sentence):
-        monkeypatch.setitem(COMPRESSORS, "mine", Compressor(**{"score": streaming} | policy))
+        monkeypatch.setitem(COMPRESSORS, "mine", Compressor(**{"score": kvcache.streaming} | policy))
         cache = cache_for(tiny_model(layers=2).config, 1, 99, compressor="mine", budget=12, buffer=4, window=8)
         x = torch.randn(1, cache[0].parts["keys"].shape[1], 20, cache[0].parts["keys"].shape[3])
         cache[0].attend(x, x, x, torch.arange(20)[None])

@@ -46,7 +46,7 @@ def test_every_test_that_the_readme_names_exists():
     """The table of decisions points at tests of this suite."""
     named = set(re.findall(r"`(test_\w+)`", README))
     defined = {
-        name for file in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+        name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
     }
     assert named and named <= defined
 

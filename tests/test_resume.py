@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs_of_train import assert_same_run, lines, run
+from runs_of_train import assert_same_run, contents, lines, run
 from safetensors.torch import load_file, save_file
 
 import train
@@ -22,10 +22,6 @@ def place(files, tmp_path) -> Path:
     place = shutil.copytree(files, tmp_path / "place")
     run(place, place / "run", "--steps", "2")
     return place
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def edit(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:

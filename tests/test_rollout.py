@@ -17,7 +17,7 @@ from torch.testing import assert_close
 import rollout as module
 from grpo import consistency_ratio, rejection_mask
 from kvcache import COMPRESSORS, LayerCache
-from rollout import Rollout, rollout, rollout_batches, sample
+from rollout import Rollout, rollout, rollout_batches
 
 PROMPTS = [[1, 2, 3], list(range(4, 30)) * 2, [5, 6, 7, 8] * 4]  # below the window, beyond the cache, between
 R = 16
@@ -113,7 +113,8 @@ def test_earlier_rollouts_leave_no_trace(compressor):
     sparse(model, PROMPTS, group_size=3, compressor=compressor, generator=seeded(6))
     with pytest.MonkeyPatch.context() as broken:
         steps = iter(range(9))
-        broken.setattr(module, "sample", lambda *x, **how: sample(*x, **how) if next(steps) < 8 else 1 / 0)
+        real = module.sample
+        broken.setattr(module, "sample", lambda *x, **how: real(*x, **how) if next(steps) < 8 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             again(generator=seeded(7))
     second = again(generator=seeded(5))
@@ -189,7 +190,7 @@ def test_each_member_of_a_group_draws_its_first_token():
 def test_log_prob_is_taken_at_the_sampling_temperature():
     """trl PR 3029, 4159: logits [2, 1, 0, -1] at 0.6, token 1: -1.8747, and the learner says the same."""
     logits = torch.tensor([[2.0, 1, 0, -1]])
-    token, logp = sample(logits, torch.tensor([0.9]), temperature=0.6)
+    token, logp = module.sample(logits, torch.tensor([0.9]), temperature=0.6)
     assert (token.item(), round(logp.item(), 4)) == (1, -1.8747)
     model = constant_model(logits[0].tolist())
     r = sparse(model, [[0]], group_size=8, temperature=0.6, eos_ids=[], generator=seeded(1))
@@ -202,7 +203,7 @@ def test_log_prob_is_taken_at_the_sampling_temperature():
 def test_frequencies_are_those_of_the_softmax():
     """Inverse CDF: with evenly spread uniform numbers each token's share is its probability, to one draw."""
     logits, n = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0]), 10_000
-    tokens, _ = sample(logits.expand(n, -1), (torch.arange(n) + 0.5) / n, temperature=2.0)
+    tokens, _ = module.sample(logits.expand(n, -1), (torch.arange(n) + 0.5) / n, temperature=2.0)
     shares = torch.bincount(tokens, minlength=5) / n
     assert (shares - (logits / 2).softmax(-1)).abs().max() <= 2 / n
 
@@ -213,7 +214,7 @@ def test_a_token_of_probability_zero_is_never_drawn(top_p):
     u = torch.tensor([0.0, 1e-30, 0.25, 0.5, 0.75, 1 - 2**-24])
     impossible = torch.tensor([True, False, True, False, False, True, True])
     logits = torch.zeros(7).masked_fill(impossible, -torch.inf)
-    tokens, logp = sample(logits.expand(len(u), -1), u, top_p=top_p)
+    tokens, logp = module.sample(logits.expand(len(u), -1), u, top_p=top_p)
     assert not impossible[tokens].any() and logp.isfinite().all()
     assert tokens[0] == 1 and tokens[-1] == 4
 
@@ -221,14 +222,14 @@ def test_a_token_of_probability_zero_is_never_drawn(top_p):
 def test_the_last_token_is_in_range_when_the_probabilities_sum_to_less_than_one():
     """Rounding: over 50,000 equal logits the running sum does not end at 1, and u may lie above its end."""
     logits = torch.zeros(1, 50_000)
-    tokens, logp = sample(logits, torch.tensor([1 - 2**-24]))
+    tokens, logp = module.sample(logits, torch.tensor([1 - 2**-24]))
     assert 49_000 < tokens.item() < 50_000 and abs(logp.item() + 10.8198) < 1e-3
 
 
 def test_top_p_keeps_the_nucleus_and_reports_the_full_softmax():
     """trl 6789, ms-swift PR 8442: probabilities .5 .3 .15 .05 at top_p 0.7 leave two tokens; log-probs stay whole."""
     p, n = torch.tensor([0.15, 0.5, 0.05, 0.3]), 1000
-    tokens, logp = sample(p.log().expand(n, -1), torch.arange(n) / n, top_p=0.7)
+    tokens, logp = module.sample(p.log().expand(n, -1), torch.arange(n) / n, top_p=0.7)
     assert set(tokens.tolist()) == {1, 3}
     assert abs((tokens == 1).double().mean().item() - 0.5 / 0.8) < 2 / n
     assert torch.allclose(logp, p[tokens].log())
@@ -237,7 +238,7 @@ def test_top_p_keeps_the_nucleus_and_reports_the_full_softmax():
 def test_temperature_zero_takes_the_most_likely_token():
     """Greedy decoding for evaluation; the uniform number does not matter, the log-prob is that of temperature 1."""
     logits = torch.randn(64, 31, generator=seeded(1))
-    tokens, logp = sample(logits, torch.rand(64, generator=seeded(2)), temperature=0)
+    tokens, logp = module.sample(logits, torch.rand(64, generator=seeded(2)), temperature=0)
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.allclose(logp, logits.log_softmax(-1).amax(-1))
 
@@ -246,7 +247,7 @@ def test_temperature_zero_takes_the_most_likely_token():
 def test_logits_that_overflow_when_divided_have_log_probs(temperature):
     """3e38 / 1e-3 is beyond fp32, and inf - inf is no number: sampler and learner still say 0 and minus infinity."""
     logits, targets = torch.tensor([[0.0, 3e38, 2e38, -3e38]] * 2), torch.tensor([1, 0])
-    tokens, logp = sample(logits, torch.tensor([0.0, 1 - 2**-24]), temperature)
+    tokens, logp = module.sample(logits, torch.tensor([0.0, 1 - 2**-24]), temperature)
     assert tokens.tolist() == [1, 1] and logp.tolist() == [0, 0]
     hidden = logits.clone().requires_grad_()
     scored, entropy = module.token_logprobs(hidden, lambda h: h, targets, temperature=temperature or 1.0, entropy=True)
@@ -261,7 +262,7 @@ def test_ordinary_logits_have_the_log_probs_of_the_formula(temperature):
     """log softmax(logits / T), in float64 to its last digits and in fp32 to 1e-5."""
     for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
         logits = 5 * torch.randn(64, 1000, generator=seeded(1), dtype=dtype)
-        tokens, logp = sample(logits, torch.rand(64, generator=seeded(2)).to(dtype), temperature)
+        tokens, logp = module.sample(logits, torch.rand(64, generator=seeded(2)).to(dtype), temperature)
         expected = (logits.double() / temperature).softmax(-1).log().gather(-1, tokens[:, None])[:, 0]
         assert logp.dtype == dtype and (logp - expected).abs().max() < tolerance
 
@@ -280,7 +281,7 @@ def test_inverse_cdf_is_a_search_in_the_running_sum(top_p):
     cdf = p.cumsum(-1)
     threshold = torch.minimum(u * cdf[:, -1], torch.nextafter(cdf[:, -1], torch.tensor(0.0)))[:, None]
     expected = torch.searchsorted(cdf, threshold, right=True)[:, 0]
-    assert torch.equal(sample(logits, u, top_p=top_p)[0], expected)
+    assert torch.equal(module.sample(logits, u, top_p=top_p)[0], expected)
 
 
 def test_the_largest_uniform_number_lies_below_every_total(monkeypatch):
@@ -289,7 +290,7 @@ def test_the_largest_uniform_number_lies_below_every_total(monkeypatch):
     for total in totals.split(1 << 20):
         cdf = torch.stack([torch.zeros_like(total), total], dim=1)  # (B, 2)
         monkeypatch.setattr(Tensor, "cumsum", lambda self, dim, cdf=cdf: cdf.clone())
-        assert sample(torch.zeros_like(cdf), torch.full_like(total, 1 - 2**-24))[0].all()
+        assert module.sample(torch.zeros_like(cdf), torch.full_like(total, 1 - 2**-24))[0].all()
 
 
 def test_a_running_sum_that_falls_back_draws_no_impossible_token(monkeypatch):
@@ -299,10 +300,10 @@ def test_a_running_sum_that_falls_back_draws_no_impossible_token(monkeypatch):
     running = torch.tensor([0.25, 0.2501, 0.5, 0.4999, 0.75, 1.0, 1.0001])
     monkeypatch.setattr(Tensor, "cumsum", lambda self, dim: running.expand(self.shape).clone())
     u = torch.tensor([0.0, 0.24, 0.25, 0.25005, 0.49, 0.49995, 0.5, 0.75, 1 - 2**-24])
-    tokens, _ = sample(p.log().expand(len(u), -1), u)
+    tokens, _ = module.sample(p.log().expand(len(u), -1), u)
     assert tokens.tolist() == [0, 0, 2, 2, 2, 2, 4, 5, 5]
     running[4], running[5] = 1.0, 0.9999  # the last possible token stands below the one before
-    assert sample(p.log().expand(len(u), -1), u)[0].tolist() == [0, 0, 2, 2, 2, 2, 4, 4, 4]
+    assert module.sample(p.log().expand(len(u), -1), u)[0].tolist() == [0, 0, 2, 2, 2, 2, 4, 4, 4]
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
@@ -310,7 +311,7 @@ def test_a_running_sum_that_falls_back_draws_no_impossible_token(monkeypatch):
 def test_a_row_without_numbers_ends_in_a_sentence(bad, top_p):
     """No token can be drawn: the log-prob is NaN, and the rollout says what is wrong with the weights."""
     logits = torch.tensor([[0.0, bad, 1.0], [0.0, 0.0, 0.0]])
-    tokens, logp = sample(logits, torch.tensor([0.5, 0.5]), top_p=top_p)
+    tokens, logp = module.sample(logits, torch.tensor([0.5, 0.5]), top_p=top_p)
     assert logp[0].isnan() and logp[1].isfinite() and set(tokens.tolist()) <= {0, 1, 2}
     model = tiny_model()
     with torch.no_grad():
@@ -461,7 +462,7 @@ def recorded(tokens: Tensor, prompt_lengths: list[int], response_lengths: list[i
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("chunk", [1, 5, 21, 1000])
-def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance, token_logprobs=module.token_logprobs):
+def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance):
     """Any chunk gives the values, entropies and gradients of one dense log_softmax."""
     g = torch.Generator().manual_seed(chunk)
     hidden = torch.randn(3, 7, 8, generator=g, dtype=dtype).requires_grad_()
@@ -472,7 +473,7 @@ def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance, 
     dense = (hidden @ matrix / temperature).log_softmax(-1)  # (3, 7, V)
     expected = dense.gather(-1, targets[..., None])[..., 0]
     settings = {"temperature": temperature, "chunk": chunk}
-    logp, entropy = token_logprobs(hidden, lambda h: h @ matrix, targets, entropy=True, **settings)
+    logp, entropy = module.token_logprobs(hidden, lambda h: h @ matrix, targets, entropy=True, **settings)
     assert_close(logp, expected, atol=tolerance, rtol=tolerance)
     assert_close(entropy, -(dense.exp() * dense).sum(-1).detach(), atol=tolerance, rtol=tolerance)
     assert not entropy.requires_grad
@@ -482,20 +483,20 @@ def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance, 
         assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
-def test_logprobs_are_taken_at_the_sampling_temperature(token_logprobs=module.token_logprobs):
+def test_logprobs_are_taken_at_the_sampling_temperature():
     """Logits [2, 1, 0, -1] at T = 0.6 give token 1 a log-prob of -1.8747 (trl PR 3029, 4159)."""
-    (logp,) = token_logprobs(torch.tensor([[2.0, 1, 0, -1]]), lambda h: h, torch.tensor([1]), temperature=0.6)
+    (logp,) = module.token_logprobs(torch.tensor([[2.0, 1, 0, -1]]), lambda h: h, torch.tensor([1]), temperature=0.6)
     assert float(logp) == pytest.approx(-1.8747, abs=5e-5)
 
 
-def test_extreme_logits_keep_log_prob_and_entropy_finite(token_logprobs=module.token_logprobs):
+def test_extreme_logits_keep_log_prob_and_entropy_finite():
     """Logits of 1,000, -1,000 and minus infinity: the log-prob is exact and the entropy 0, in fp32."""
     logits, targets = torch.tensor([[1000.0, 0.0, -1000.0, -math.inf]] * 2), torch.tensor([0, 2])
-    logp, entropy = token_logprobs(logits, lambda h: h, targets, entropy=True)
+    logp, entropy = module.token_logprobs(logits, lambda h: h, targets, entropy=True)
     assert logp.tolist() == [0, -2000] and entropy.tolist() == [0, 0]
 
 
-def test_never_more_logits_than_one_chunk(token_logprobs=module.token_logprobs):
+def test_never_more_logits_than_one_chunk():
     """Forward and backward, the head sees `chunk` tokens at most; its last logits are gone when it is called again."""
     alive, rows, matrix = [], [], torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
 
@@ -507,18 +508,18 @@ def test_never_more_logits_than_one_chunk(token_logprobs=module.token_logprobs):
         return logits
 
     hidden = torch.ones(5, 6, 8, requires_grad=True)
-    (logp,) = token_logprobs(hidden, head, torch.zeros(5, 6, dtype=torch.long), chunk=7)
+    (logp,) = module.token_logprobs(hidden, head, torch.zeros(5, 6, dtype=torch.long), chunk=7)
     assert rows == [7, 7, 7, 7, 2]
     logp.sum().backward()
     assert sorted(rows) == sorted(2 * [7, 7, 7, 7, 2])
 
 
-def test_response_logprobs_score_each_token_from_the_place_before(response_logprobs=module.response_logprobs):
+def test_response_logprobs_score_each_token_from_the_place_before():
     """Token t of a response is predicted at prompt + t - 1; the rest is 0; values and gradients as token by token."""
     decoder, prompts, lengths = toy_decoder(), [3, 1, 5, 2], [4, 3, 0, 1]
     r = recorded(torch.randint(11, (4, 9), generator=seeded(1)), prompts, lengths, temperature=0.7)
     rows = torch.tensor([2, 0, 3])  # some of the responses, in another order
-    logp, entropy = response_logprobs(decoder, r, rows, entropy=True)
+    logp, entropy = module.response_logprobs(decoder, r, rows, entropy=True)
 
     expected, spread = torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)
     for i, (p, n) in enumerate(zip(prompts, lengths, strict=True)):
@@ -530,7 +531,7 @@ def test_response_logprobs_score_each_token_from_the_place_before(response_logpr
     assert not logp[~r.mask[rows]].any() and not entropy[~r.mask[rows]].any()
     got, want = (torch.autograd.grad((x**2).sum(), decoder.parameters) for x in (logp, expected[rows]))
     assert_close(got, want)
-    assert torch.equal(response_logprobs(decoder, r, rows)[0], logp)
+    assert torch.equal(module.response_logprobs(decoder, r, rows)[0], logp)
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 12, 20, 1000])
@@ -546,9 +547,9 @@ def test_scores_do_not_depend_on_the_micro_batches(micro_tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_log_probs_are_taken_in_at_least_fp32(dtype, token_logprobs=module.token_logprobs):
+def test_log_probs_are_taken_in_at_least_fp32(dtype):
     """Half precision is widened, float64 kept."""
-    scored = token_logprobs(torch.ones(3, 4, dtype=dtype), lambda h: h, torch.tensor([0, 1, 2]), entropy=True)
+    scored = module.token_logprobs(torch.ones(3, 4, dtype=dtype), lambda h: h, torch.tensor([0, 1, 2]), entropy=True)
     assert [x.dtype for x in scored] == [torch.promote_types(dtype, torch.float32)] * 2
 
 
