@@ -19,7 +19,6 @@ The constants below were fixed, and committed, before any run that is reported; 
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import statistics
 import sys
@@ -30,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import warm_start
 import words
-from claim import arguments, commit, plus_minus
 from plot import read_run
 
 import eval as evaluation
 import train
 from experiments.commas import numbers
+from experiments.records import arguments, made_by
 from runs import append, check_options, checkpoints, one_sentence, option, parse_config, table
 from task import ASSETS
 
@@ -140,8 +139,7 @@ def finish(config: Settings, model: Path, arm: str, seed: int) -> dict:
         "arm": arm,
         "setting": config.setting,
         "seed": seed,
-        "command": shlex.join(["python", "train.py", *command]),
-        "commit": commit(),
+        **made_by(["train.py", *command]),
         "minutes": seconds / 60,
         "before": evaluated(config, model, "start"),
         "after": evaluated(config, checkpoints(folder)[0][1], folder.name),
@@ -167,7 +165,7 @@ def report(lines: list[dict]) -> str:
     for line in lines:
         cells = [line[when][kind][mode] for kind, mode, when in kinds]
         means = [statistics.fmean(m[name] for m in line["metrics"]) for name in MEANS]
-        accuracies = [plus_minus(cell["accuracy"], cell["stderr"]) for cell in cells]
+        accuracies = [f"{cell['accuracy']:.3f} +- {cell['stderr']:.3f}" for cell in cells]
         ends = ["yes" if collapsed(line) else "no", round(line["minutes"])]
         rows.append([line["arm"], line["seed"], *accuracies, *means, *ends])
     return table(["arm", "seed", *map(" ".join, kinds), *MEANS, "collapsed", "minutes"], rows)
