@@ -441,7 +441,6 @@ def toy_decoder(V=11, width=4):
         hidden=lambda tokens, cache: embedding[tokens].cumsum(1),
         head=lambda h: h @ matrix.T,
         parameters=[embedding, matrix],
-        modules=lambda: [],
         embed_tokens=SimpleNamespace(weight=embedding),
     )
 
