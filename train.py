@@ -366,15 +366,14 @@ def summary(config: Config, folder: Path) -> str:
     mean = {name: statistics.fmean(m[name] for m in metrics if name in m) for name in metrics[0]}
     if config.compressor != "full" and mean["kv_saved"] == 0:
         lines.append("nothing was evicted, so this was dense GRPO: lower --budget or --buffer")
-    if "dense_sampler_kl" in mean:
-        shown = "sampler KL {dense_sampler_kl:.4f}, rejected {dense_rejected:.1%}"
-        lines.append(f"to the dense policy, every {DENSE_EVERY} steps: {shown.format(**mean)}; to the replay learner:")
     seconds = {name: len(metrics) * mean[f"{name}_seconds"] for name in ("rollout", "scoring", "update")}
     cache, dense = (megabytes(max(m[name] for m in metrics)) for name in ("cache_bytes", "dense_bytes"))
+    against_dense = "against the dense policy: sampler KL {dense_sampler_kl:.4f}, rejected {dense_rejected:.1%}"
     lines += [
         f"means of {len(metrics)} steps: "
         "reward {reward_mean:.3f}, groups without signal {groups_without_signal:.1%}, rejected {rejected:.1%}, "
         "truncated {truncated:.1%}, kv saved {kv_saved:.1%}, sampler KL {sampler_kl:.4f}".format(**mean),
+        *([against_dense.format(**mean)] if "dense_sampler_kl" in mean else []),
         f"rollout cache {cache}, dense keys and values would take {dense}",
         "time " + ", ".join(f"{name} {s:.0f} s ({s / sum(seconds.values()):.0%})" for name, s in seconds.items()),
         f"in {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}",
