@@ -163,19 +163,11 @@ def train_step(
     advantages = grpo.group_advantages(rewards, config.group_size, normalize_std=config.normalize_std)  # (N,)
 
     scoring = time.perf_counter()
-    score = functools.partial(rescore, r=r, micro_tokens=config.micro_tokens)
-    logp_old, entropy = score(weights.decoder, replay=config.replay)  # (N, R) each
-    scored = {"logp_old": logp_old, "advantages": advantages}
-    if weights.reference:
-        scored["logp_ref"], _ = score(weights.reference, replay=config.replay)
-    dense = {}
-    if config.replay and step % DENSE_EVERY == 0:  # logp_old is the sampler's own, and says nothing of the dense policy
-        logp_dense, _ = score(weights.decoder)
-        found = grpo.mismatch_metrics(logp_dense, r.logp_sparse, r.mask, config.epsilon)
-        dense = {f"dense_{name}": found[name] for name in ("sampler_kl", "rejected", "xi_p01")}
+    scored, entropy, dense = score(config, weights, r, step)
+    logp_old = scored["logp_old"]  # (N, R)
 
     updating = time.perf_counter()
-    accepted, learned = learn(config, weights, r, scored)
+    accepted, learned = learn(config, weights, r, scored | {"advantages": advantages})
     ended = time.perf_counter()
 
     metrics = {
@@ -200,6 +192,24 @@ def train_step(
         for i, (prompt, text) in enumerate(zip(asked, texts, strict=True))
     ]
     return metrics, records, recording(config, r, logp_old, entropy) if config.record_samples else {}
+
+
+def score(
+    config: Config, weights: Weights, r: Rollout, step: int
+) -> tuple[dict[str, Tensor], Tensor, dict[str, float]]:
+    """logp_old and, with a KL, logp_ref by name, and the entropies, (N, R) each, all under the learner's attention.
+
+    And what is reported of the dense policy, now and then, in a replay run, where logp_old is the sampler's own.
+    """
+    logp_old, entropy = rescore(weights.decoder, r, config.micro_tokens, replay=config.replay)
+    scored, dense = {"logp_old": logp_old}, {}
+    if weights.reference:
+        scored["logp_ref"], _ = rescore(weights.reference, r, config.micro_tokens, replay=config.replay)
+    if config.replay and step % DENSE_EVERY == 0:
+        logp_dense, _ = rescore(weights.decoder, r, config.micro_tokens, replay=False)
+        found = grpo.mismatch_metrics(logp_dense, r.logp_sparse, r.mask, config.epsilon)
+        dense = {f"dense_{name}": found[name] for name in ("sampler_kl", "rejected", "xi_p01")}
+    return scored, entropy, dense
 
 
 def correction(config: Config, r: Rollout, logp_old: Tensor, rows: Tensor) -> grpo.Correction:
