@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from model import save_model
 
-THREADS = torch.get_num_threads()
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: what is so small, several threads only slow down
+torch.set_num_threads(1)
 CHARACTERS = ["?", "<end>", "\\boxed{", "}", *"0123456789+= "]
 
 
 @pytest.fixture(autouse=True)
-def all_threads():
+def one_thread():
     """`--threads` holds for the whole process, and a sum depends on it: no test may leave its number to the next."""
     yield
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
