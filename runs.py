@@ -180,22 +180,16 @@ def megabytes(count: float) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Give a file this content, whole or not at all. Of several ranks, as in all that is written, the first does."""
+def write_whole(path: Path, content: str | dict[str, Tensor]) -> None:
+    """Write text, or tensors as safetensors, whole or not at all. Of several ranks, as always, the first does."""
     if ranks.rank():
         return
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, whole or not at all, in a folder that is made if need be."""
-    if ranks.rank():
-        return
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial)
+    if isinstance(content, str):
+        partial.write_text(content, encoding="utf-8")
+    else:
+        path.parent.mkdir(exist_ok=True)
+        save_file(content, partial)
     partial.replace(path)
 
 

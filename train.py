@@ -36,7 +36,7 @@ from kvcache import COMPRESSORS
 from model import Decoder, ModelConfig, load_model, weight_files
 from rollout import Rollout, cache_for, memory, micro_batches, rescore, response_logprobs, rollout_batches
 from runs import megabytes, option
-from task import ASSETS, Reward
+from task import ASSETS, Prompt, Reward
 
 LEARNERS = ("dense", "replay")
 DENSE_EVERY = 5  # steps: how often a replay run scores densely, to report how far its sampler is from the dense policy
@@ -167,7 +167,8 @@ def train_step(
     logp_old = scored["logp_old"]  # (N, R)
 
     updating = time.perf_counter()
-    accepted, learned = learn(config, weights, r, scored | {"advantages": advantages})
+    corrections, learned = learn(config, weights, r, scored | {"advantages": advantages})
+    used = torch.cat([c.weights for c in corrections])  # (N, R)
     ended = time.perf_counter()
 
     metrics = {
@@ -184,14 +185,22 @@ def train_step(
         "update_seconds": ended - updating,
         "waiting_seconds": ranks.mean(ranks.waited() - waited),
     }
-    columns = {"reward": rewards, "advantage": advantages, "accepted": accepted, "tokens": r.response_lengths}
-    columns |= {"finished": r.finished, **grpo.extremes(logp_old, r.logp_sparse, r.mask)}
-    records = [  # with None for what is not finite: JSON has no word for it
-        {"step": step + 1, "prompt": prompt.text, "response": text, "answer": prompt.answer}
-        | {name: column[i].item() if column[i].isfinite() else None for name, column in columns.items()}
+    columns = {"reward": rewards, "advantage": advantages, "accepted": torch.cat([c.accepted for c in corrections])}
+    records = response_records(asked, texts, r, logp_old, columns)
+    recorded = recording(config.record_samples, r, logp_old, entropy, used) if config.record_samples else {}
+    return metrics, [{"step": step + 1} | record for record in records], recorded
+
+
+def response_records(
+    asked: list[Prompt], texts: list[str], r: Rollout, logp_old: Tensor, columns: dict[str, Tensor]
+) -> list[dict]:
+    """A record of each response: prompt, text, answer, these columns (N,), and what r and logp_old (N, R) say of it."""
+    known = {"tokens": r.response_lengths, "finished": r.finished, **grpo.extremes(logp_old, r.logp_sparse, r.mask)}
+    return [  # with None for what is not finite: JSON has no word for it
+        {"prompt": prompt.text, "response": text, "answer": prompt.answer}
+        | {name: column[i].item() if column[i].isfinite() else None for name, column in (columns | known).items()}
         for i, (prompt, text) in enumerate(zip(asked, texts, strict=True))
     ]
-    return metrics, records, recording(config, r, logp_old, entropy) if config.record_samples else {}
 
 
 def score(
@@ -218,17 +227,15 @@ def correction(config: Config, r: Rollout, logp_old: Tensor, rows: Tensor) -> gr
     return grpo.correct(logp_old[rows], r.logp_sparse[rows], r.mask[rows], **how)
 
 
-def recording(config: Config, r: Rollout, logp_old: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+def recording(n: int, r: Rollout, logp_old: Tensor, entropy: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """What --record-samples keeps of a step, for experiments/look.py: the n responses of smallest xi.
 
     rows (n,): which they are; tokens (n, T); prompt_lengths, response_lengths (n,); logp_sparse, logp_old, entropy and
     weights (xi as it was used) (n, R); evicted_at (n, L, K, T), see KVCache.record.
     """
     xi_min = grpo.extremes(logp_old, r.logp_sparse, r.mask)["xi_min"].nan_to_num(0)  # (N,)
-    rows = xi_min.argsort(stable=True)[: config.record_samples].sort().values  # (n,)
+    rows = xi_min.argsort(stable=True)[:n].sort().values  # (n,)
     T, R = int(r.lengths[rows].max()), int(r.response_lengths[rows].max())
-    shares = torch.arange(len(r.tokens)).chunk(config.updates)
-    weights = torch.cat([correction(config, r, logp_old, share).weights for share in shares])  # (N, R)
     each = {"logp_sparse": r.logp_sparse, "logp_old": logp_old, "entropy": entropy, "weights": weights}
     kept = {name: values[rows, :R] for name, values in each.items()}
     kept |= {"prompt_lengths": r.prompt_lengths[rows], "response_lengths": r.response_lengths[rows]}
@@ -236,21 +243,23 @@ def recording(config: Config, r: Rollout, logp_old: Tensor, entropy: Tensor) -> 
     return {"rows": rows, "tokens": r.tokens[rows, :T].int(), "evicted_at": evicted_at, **kept}
 
 
-def learn(config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
-    """The updates of a step: who was accepted (N,), and means over the updates that were made (0 where none was)."""
+def learn(
+    config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor]
+) -> tuple[list[grpo.Correction], dict[str, float]]:
+    """The updates of a step: the correction of each, and means over those that were made (0 where none was)."""
     shares = torch.arange(len(r.tokens)).chunk(config.updates)
-    accepted, reports = zip(*(update(config, weights, r, scored, rows) for rows in shares), strict=True)
+    corrections, reports = zip(*(update(config, weights, r, scored, rows) for rows in shares), strict=True)
     made = [report for report in reports if "grad_norm" in report]
     names = ("policy_loss", "kl_ref", "clip_low", "clip_high", "clamped", "grad_norm")
     means = {name: sum(report[name] for report in made) / max(1, len(made)) for name in names}
     counts = {name: sum(name in report for report in reports) for name in ("updates_skipped", "updates_not_finite")}
-    return torch.cat(accepted), means | counts
+    return corrections, means | counts
 
 
 def update(
     config: Config, weights: Weights, r: Rollout, scored: dict[str, Tensor], rows: Tensor
-) -> tuple[Tensor, dict]:
-    """One optimizer update on these rows (n,) of the rollout and of what was scored: who was accepted (n,), metrics.
+) -> tuple[grpo.Correction, dict[str, float]]:
+    """One optimizer update on these rows (n,) of the rollout and of what was scored: their correction, and metrics.
 
     The metrics are "updates_skipped" where nothing would teach, "updates_not_finite" where loss or gradient are not.
     """
@@ -258,7 +267,7 @@ def update(
     c = correction(config, r, scored["logp_old"], rows)
     teaching = grpo.teaches(scored["advantages"][rows], c)  # (n,)
     if not teaching.any():
-        return c.accepted, {"updates_skipped": 1}
+        return c, {"updates_skipped": 1}
     # the others count below the line, but nothing needs to be computed for them
     needed = (c.accepted if config.kl_coef else teaching).nonzero()[:, 0]
     weights.optimizer.zero_grad()
@@ -274,14 +283,14 @@ def update(
     sums = {name: ranks.total(value) for name, value in sums.items()}
     norm = ranks.full(torch.nn.utils.clip_grad_norm_(weights.master.parameters(), config.max_grad_norm))
     if not all(value.isfinite() for value in (norm, *sums.values())):
-        return c.accepted, {"updates_not_finite": 1}
+        return c, {"updates_not_finite": 1}
     for group in weights.optimizer.param_groups:
         # AdamW's step does not shrink with its gradient: a step with many rejections would be as long as any other
         group["lr"] = config.lr * (float(c.accepted.float().mean()) if config.scale_step else 1)
     weights.optimizer.step()
     if weights.decoder is not weights.master:
         weights.decoder.load_state_dict(weights.master.state_dict())  # rounded to the copy's dtype
-    return c.accepted, {"grad_norm": float(norm)} | {name: float(sums[name]) for name in sums}
+    return c, {"grad_norm": float(norm)} | {name: float(sums[name]) for name in sums}
 
 
 def compute_copy(master: Decoder, dtype: torch.dtype) -> Decoder:
@@ -318,7 +327,7 @@ def train(
             break
         metrics, records, recorded = train_step(config, inputs, weights, reward, step)
         if recorded:
-            runs.write_tensors(folder / runs.RECORDED.format(step + 1), recorded)
+            runs.write_whole(folder / runs.RECORDED.format(step + 1), recorded)
         runs.append(folder / "samples.jsonl", records)
         runs.append(folder / "metrics.jsonl", [metrics])
         done, last = step + 1, step + 1 == config.steps
@@ -340,9 +349,11 @@ def train(
 
 def evaluate_if_due(config: Config, inputs: Inputs, weights: Weights, folder: Path, done: int) -> None:
     """Add the greedy accuracy on the held-out problems, dense and with the run's compressor, to evals.jsonl."""
-    evaluations = ranks.first(lambda: runs.read_records(folder / "evals.jsonl"))
     due = done in (0, config.steps) or (config.eval_every > 0 and done % config.eval_every == 0)
-    if not due or not (held_out := inputs.prompts["eval_data"]) or any(e["step"] == done for e in evaluations):
+    if not due or not (held_out := inputs.prompts["eval_data"]):
+        return
+    evaluations = ranks.first(lambda: runs.read_records(folder / "evals.jsonl"))
+    if any(e["step"] == done for e in evaluations):
         return
     how = config.cache | {"rows": config.rollout_rows, "max_new_tokens": config.max_new_tokens, "temperature": 0.0}
     found = dense_and_sparse(weights.decoder, inputs.tokenizer, inputs.eos_ids, held_out, progress=True, **how)

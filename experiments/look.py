@@ -39,7 +39,7 @@ from model import load_model
 from rollout import Rollout, rescore, rollout_batches
 from runs import RECORDED, checkpoints, one_sentence, option, parse_config, pick_device, read_records, write_whole
 from task import ASSETS, load_tokenizer, response_text
-from train import Config, correction, recording
+from train import Config, correction, recording, response_records
 
 HERE = Path(__file__).resolve().parent
 
@@ -100,28 +100,22 @@ def on_the_spot(look: Look) -> dict:
     how |= {"eos_ids": inputs.eos_ids, "generator": torch.Generator().manual_seed(config.seed), "progress": True}
     r = rollout_batches(model, [prompt.ids for prompt in inputs.prompts["data"]], record=True, **how)
     logp_old, entropy = rescore(model, r, config.micro_tokens)  # (N, R) each
+    c = correction(config, r, logp_old, torch.arange(len(r.tokens)))
     return {
         "settings": config.cache | config.some("model", "data", "group_size", "temperature", "epsilon", "correction"),
         **{"step": 0, "metrics": [], "evaluations": [], "tokenizer": inputs.tokenizer},
-        "records": graded(config, inputs, r, logp_old),
-        "recorded": recording(config, r, logp_old, entropy),
+        "records": graded(config, inputs, r, logp_old, c.accepted),
+        "recorded": recording(config.record_samples, r, logp_old, entropy, c.weights),
     }
 
 
-def graded(config: Config, inputs: Inputs, r: Rollout, logp_old: Tensor) -> list[dict]:
+def graded(config: Config, inputs: Inputs, r: Rollout, logp_old: Tensor, accepted: Tensor) -> list[dict]:
     """The responses of a rollout as train.py writes them to samples.jsonl."""
-    rows = torch.arange(len(r.tokens))
     asked = [prompt for prompt in inputs.prompts["data"] for _ in range(config.group_size)]  # N
-    texts = [response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in rows.tolist()]
+    texts = [response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in range(len(asked))]
     rewards = torch.tensor([float(is_correct(text, p.answer)) for text, p in zip(texts, asked, strict=True)])  # (N,)
-    columns = {"reward": rewards, "advantage": grpo.group_advantages(rewards, config.group_size)}
-    columns |= {"accepted": correction(config, r, logp_old, rows).accepted, "tokens": r.response_lengths}
-    columns |= {"finished": r.finished, **grpo.extremes(logp_old, r.logp_sparse, r.mask)}
-    return [
-        {"prompt": prompt.text, "response": text, "answer": prompt.answer}
-        | {name: column[i].item() if column[i].isfinite() else None for name, column in columns.items()}
-        for i, (prompt, text) in enumerate(zip(asked, texts, strict=True))
-    ]
+    columns = {"reward": rewards, "advantage": grpo.group_advantages(rewards, config.group_size), "accepted": accepted}
+    return response_records(asked, texts, r, logp_old, columns)
 
 
 # ------------------------------------------------------------------------------------------------ the data of the page

@@ -29,12 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import warm_start
 import words
+from claim import shown_mean
 from plot import read_run
 
 import eval as evaluation
 import train
 from experiments.commas import numbers
-from experiments.records import arguments, made_by
+from experiments.records import arguments, made_by, read_results
 from runs import append, check_options, checkpoints, one_sentence, option, parse_config, table
 from task import ASSETS
 
@@ -136,6 +137,7 @@ def finish(config: Settings, model: Path, arm: str, seed: int) -> dict:
     run = read_run(folder)
     seconds = sum(m[f"{part}_seconds"] for m in run["metrics"] for part in ("rollout", "scoring", "update"))
     line = {
+        "name": folder.name,
         "arm": arm,
         "setting": config.setting,
         "seed": seed,
@@ -152,10 +154,8 @@ def finish(config: Settings, model: Path, arm: str, seed: int) -> dict:
 
 def finished(config: Settings) -> dict[tuple[str, int], dict]:
     """{(arm, seed): line} of this setting in --results."""
-    file = Path(config.results)
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    found = [line for line in map(json.loads, lines) if line["setting"] == config.setting]
-    return {(line["arm"], line["seed"]): line for line in found}
+    lines = read_results(Path(config.results)).values()
+    return {(line["arm"], line["seed"]): line for line in lines if line["setting"] == config.setting}
 
 
 def report(lines: list[dict]) -> str:
@@ -165,7 +165,7 @@ def report(lines: list[dict]) -> str:
     for line in lines:
         cells = [line[when][kind][mode] for kind, mode, when in kinds]
         means = [statistics.fmean(m[name] for m in line["metrics"]) for name in MEANS]
-        accuracies = [f"{cell['accuracy']:.3f} +- {cell['stderr']:.3f}" for cell in cells]
+        accuracies = [shown_mean({"mean": cell["accuracy"], "stderr": cell["stderr"]}) for cell in cells]
         ends = ["yes" if collapsed(line) else "no", round(line["minutes"])]
         rows.append([line["arm"], line["seed"], *accuracies, *means, *ends])
     return table(["arm", "seed", *map(" ".join, kinds), *MEANS, "collapsed", "minutes"], rows)

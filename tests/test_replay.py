@@ -188,6 +188,15 @@ class TestTraining:
         assert ["dense_sampler_kl" in m for m in metrics] == [True, False, False, False, False, True]
         assert metrics[0]["dense_sampler_kl"] > 1e-6
 
+    def test_learner_and_reference_see_what_the_sampler_saw(self, files, tmp_path):
+        """In the first update logp = logp_old = logp_ref: no KL, and a policy loss of weights 1 and ratios 1."""
+        out = run(files, tmp_path / "run", "--learner", "replay", "--kl-coef", "0.1", "--steps", "1")
+        (metrics,) = lines(out / "metrics.jsonl")
+        records = lines(out / "samples.jsonl")
+        assert metrics["grad_norm"] > 0 and 0 <= metrics["kl_ref"] < 1e-9
+        mean = sum(record["advantage"] for record in records) / len(records)
+        assert abs(metrics["policy_loss"] + mean) < 1e-5
+
     def test_the_first_gradient_does_not_depend_on_micro_batches_or_checkpointing(self, files, tmp_path):
         """Micro-batches take their rows of the record."""
         norms = [
