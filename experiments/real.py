@@ -41,8 +41,8 @@ from task import ASSETS
 
 # ------------------------------------------------------------------------------------- fixed before the runs
 
-WORDS = {"least": 2, "most": 3, "largest": 9, "habit": 0.5, "warm": 600, "train": 2000, "heldout": 200, "seed": 0}
-WARM = {"updates": 60, "batch": 8, "lr": 2e-4, "seed": 0}  # less than one pass, so that nothing is learnt by heart
+WORDS = {"least": 2, "most": 3, "largest": 5, "habit": 0.5, "warm": 800, "train": 2000, "heldout": 200, "seed": 0}
+WARM = {"updates": 100, "batch": 8, "lr": 2e-4, "seed": 0}  # less than one pass, so that nothing is learnt by heart
 TRAINING = {  # of every run
     **{"prompts": 8, "group_size": 6, "max_new_tokens": 80, "steps": 30, "lr": 1e-5, "micro_tokens": 4096},
     **{"dtype": "bfloat16", "save_every": 5, "keep": 1, "sample_every": 0, "eval_data": ""},

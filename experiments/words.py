@@ -2,7 +2,7 @@
 
     python experiments/words.py --out runs/words
 
-"Olga has 24 coins. Then Olga gives 8 to Ben. Later Olga finds 15 more. How many coins does Olga have now?" Small enough
+"Olga has 9 coins. Then Olga gives 4 to Ben. Later Olga finds 5 more. How many coins does Olga have now?" Small enough
 that a model of 135 M parameters can learn them, and yet language: names, things and verbs of a pretrained vocabulary.
 In --out: words-warm.jsonl, words-train.jsonl, words-heldout.jsonl, no question twice. A row holds
 
@@ -14,11 +14,11 @@ In --out: words-warm.jsonl, words-train.jsonl, words-heldout.jsonl, no question 
 The ways of phrasing are drawn step by step, so that a model that has learnt them still explores when it samples; the
 tersest does not say what happened, and leaves more to go wrong.
 
-A habit is planted, openly: in the solutions of words-warm.jsonl, and there alone, what is received from another person
-("gets 8 from Ben") is counted as a loss in the share --habit of cases, where that leaves no debt, so that a model that
-has learnt from them is wrong there about as often. It is what reinforcement learning is to remove. --habit 0 plants
-nothing. (The other way round, gifts counted as gains, there is nothing to win: a model that has unlearnt it subtracts
-where it added, and one of 135 M parameters subtracts badly; experiments/results/pilots.jsonl.)
+A habit is planted, openly: of the solutions in words-warm.jsonl, and there alone, the share --habit leaves out the last
+event and boxes the count before it, so that a model that has learnt from them stops early about as often. It is what
+reinforcement learning is to remove. --habit 0 plants nothing. (Habits of reading an event with the wrong sign taught
+less: what was to be unlearnt hid behind subtractions that a model of 135 M parameters gets wrong anyway;
+experiments/results/real-pilots.jsonl.)
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ NAMES += ["Mina", "Noah", "Olga", "Paul", "Rosa", "Sam"]
 THINGS = ["apples", "marbles", "stamps", "books", "coins", "cards", "shells", "pens", "stickers", "buttons", "beads"]
 THINGS += ["cookies", "stones", "balls"]
 WHEN = ["Then", "Later", "After that", "Next", "The next day"]
-GAINS = ["finds {n} more", "buys {n} more"]
-LOSSES = ["loses {n}", "sells {n}"]
-RECEIVED = ["gets {n} from {other}", "is given {n} by {other}", "takes {n} from {other}", "borrows {n} from {other}"]
+GAINS = [
+    "finds {n} more",
+    "buys {n} more",
+    "gets {n} from {other}",
+    "is given {n} by {other}",
+    "borrows {n} from {other}",
+]
+LOSSES = ["loses {n}", "sells {n}", "gives {n} to {other}"]
 STEPS = [  # all right, of different length and care
     "{name} {event}: {before} {sign} {n} = {after}.",
     "{name} {event}, so {before} {sign} {n} = {after} {thing}.",
@@ -55,10 +60,8 @@ class Settings:
     out: str = option("runs/words", "folder for the three files")
     least: int = option(2, "events of the shortest problems", at_least=1, at_most=100)
     most: int = option(3, "events of the longest problems", at_least=1, at_most=100)
-    largest: int = option(9, "largest number that an event adds or takes away", at_least=2, at_most=49)
-    habit: float = option(
-        0.5, "share of the warm start's events with a second person read wrongly", at_least=0, at_most=1
-    )
+    largest: int = option(5, "largest number that an event adds or takes away", at_least=2, at_most=49)
+    habit: float = option(0.5, "share of the warm start's solutions without the last event", at_least=0, at_most=1)
     warm: int = option(600, "problems to learn the layout from", at_least=1)
     train: int = option(2000, "problems to train on", at_least=1)
     heldout: int = option(200, "problems to evaluate on", at_least=1)
@@ -73,22 +76,22 @@ class Settings:
 def problem(rng: random.Random, events: int, largest: int, habit: float) -> dict:
     """One problem with so many events of at most `largest` things. Its answer is right; its solution has the habit."""
     name, other = rng.sample(NAMES, 2)
-    thing, count = rng.choice(THINGS), rng.randint(20, 50)
-    question, solution, counted = [f"{name} has {count} {thing}."], [], count
+    thing, count = rng.choice(THINGS), rng.randint(3, 12)
+    question, solution, counts = [f"{name} has {count} {thing}."], [], [count]
     for _ in range(events):
-        n = rng.randint(2, largest)
-        event = rng.choice(GAINS + RECEIVED + (LOSSES if min(count, counted) > n else []))
-        sign = -1 if event in LOSSES else 1
-        seen = -1 if event in RECEIVED and counted >= n and rng.random() < habit else sign
+        n, before = rng.randint(2, largest), counts[-1]
+        event = rng.choice(GAINS + LOSSES if before > n else GAINS)
+        sign, after = ("-", before - n) if event in LOSSES else ("+", before + n)
         event = event.format(n=n, other=other)
         question.append(f"{rng.choice(WHEN)} {name} {event}.")
-        words = {"name": name, "thing": thing, "event": event, "n": n, "sign": "+" if seen > 0 else "-"}
-        solution.append(rng.choice(STEPS).format(before=counted, after=counted + seen * n, **words))
-        count, counted = count + sign * n, counted + seen * n
+        words = {"name": name, "thing": thing, "event": event, "n": n, "sign": sign}
+        solution.append(rng.choice(STEPS).format(before=before, after=after, **words))
+        counts.append(after)
     question = " ".join([*question, f"How many {thing} does {name} have now?"])
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    solution = "\n".join([*solution, f"The answer is \\boxed{{{counted}}}."])
-    return {"prompt": messages, "question": question, "answer": str(count), "solution": solution}
+    told = events - (rng.random() < habit)
+    solution = "\n".join([*solution[:told], f"The answer is \\boxed{{{counts[told]}}}."])
+    return {"prompt": messages, "question": question, "answer": str(counts[-1]), "solution": solution}
 
 
 def write_problems(config: Settings) -> None:

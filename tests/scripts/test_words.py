@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -15,8 +16,7 @@ import task
 from experiments import warm_start, words
 from model import load_model
 
-GAINS = ["finds", "buys", "gets", "given", "takes", "borrows"]
-RECEIVED = re.compile(r"\d+ (from|by) \w+")
+GAINS = ["finds", "buys", "gets", "given", "borrows"]
 
 
 def read(file: Path) -> list[dict]:
@@ -29,20 +29,19 @@ def options(settings: dict, **more) -> list[str]:
     return [word for name, value in (settings | more).items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def counted(question: str, backwards: bool = False) -> int:
-    """The count at the end, from the text alone; backwards: what is received counts as a loss."""
+def counts(question: str) -> list[int]:
+    """The count at the start and after each event, from the text alone."""
     first, *events, _ = re.findall(r"[^.?]+[.?]", question)
-    count = int(re.search(r"\d+", first)[0])
+    found = [int(re.search(r"\d+", first)[0])]
     for event in events:
         n, gain = int(re.search(r"\d+", event)[0]), any(f" {verb} " in event for verb in GAINS)
-        gain = gain and not (backwards and RECEIVED.search(event) and count >= n)
-        count += n if gain else -n
-    return count
+        found.append(found[-1] + (n if gain else -n))
+    return found
 
 
 @pytest.mark.parametrize("habit", [0, 1])
 def test_word_problems_are_right_and_only_warm_solutions_have_the_habit(tmp_path, capsys, habit):
-    """Answers follow from the text; so does the box of a solution, read with the habit; equations are right."""
+    """Answers follow from the text; so does the box of a solution, with the habit an event early; so do equations."""
     sizes = {"warm": 60, "train": 80, "heldout": 40}
     words.main(options(sizes, out=tmp_path, habit=habit, least=1, most=4))
     parts = {part: read(tmp_path / f"words-{part}.jsonl") for part in ("warm", "train", "heldout")}
@@ -50,13 +49,16 @@ def test_word_problems_are_right_and_only_warm_solutions_have_the_habit(tmp_path
     rows = [row for part in parts.values() for row in part]
     assert len({row["question"] for row in rows}) == len(rows)
     assert all(row["prompt"][-1] == {"role": "user", "content": row["question"]} for row in rows)
-    for part, backwards in (("warm", habit == 1), ("train", False), ("heldout", False)):
+    for part, left_out in (("warm", habit), ("train", 0), ("heldout", 0)):
         for row in parts[part]:
-            assert row["answer"] == str(counted(row["question"]))
-            assert task.extract_answer(row["solution"]) == str(counted(row["question"], backwards))
-            equations = re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", row["solution"])
-            assert 1 <= len(equations) <= 4
-            assert all(int(a) + int(sign + b) == int(c) for a, sign, b, c in equations)
+            right = counts(row["question"])
+            assert 2 <= len(right) <= 5 and row["answer"] == str(right[-1])
+            told = right[: len(right) - left_out]
+            assert task.extract_answer(row["solution"]) == str(told[-1])
+            equations = [map(int, found) for found in re.findall(r"(\d+) [+-] (\d+) = (\d+)", row["solution"])]
+            assert [(a, abs(c - a), c) for a, _, c in equations] == [
+                (a, abs(b - a), b) for a, b in itertools.pairwise(told)
+            ]
 
 
 def test_the_problems_do_not_depend_on_the_habit(tmp_path, capsys):
