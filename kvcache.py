@@ -156,6 +156,36 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
     return weight * importance - (1 - weight) * redundancy
 
 
+def tova(held: Held) -> Tensor:
+    """TOVA (2401.06104): attention that the newest query pays, in the mean over all heads of the layer.
+
+    As in the paper, so all KV heads of a layer keep the same tokens. (There no window is safe, but for the last token.)
+    """
+    attention = window_logits(held).softmax(-1)  # (B, K, H/K, W, S)
+    newest = (held.seen - 1) % attention.shape[3]
+    mean = attention[torch.arange(len(newest), device=newest.device), :, :, newest].mean(dim=(1, 2))  # (B, S)
+    return mean[:, None].expand(held.positions.shape)
+
+
+def scissorhands(held: Held) -> Tensor:
+    """Scissorhands (2305.17118): how often a key was pivotal, attended no less than the average of what a query sees.
+
+    Counted anew at each cut, over the W newest queries and the query heads of a KV head. (The paper counts with a state
+    per key, over a longer history, while it decodes.) Equal counts are common: there the newer key survives.
+    """
+    logits = window_logits(held)  # (B, K, H/K, W, S)
+    average = 1 / (logits > -math.inf).sum(-1, keepdim=True)
+    return (logits.softmax(-1) >= average).sum(dim=(2, 3)).float()
+
+
+def keynorm(held: Held) -> Tensor:
+    """Key norm (2406.11430): keys of small L2 norm survive. (There in all but the first layers.)
+
+    RoPE leaves norms alone: equal tokens have equal norms in the first layer. So 14 bits decide, not their rounding.
+    """
+    return -(wide(held.keys).norm(dim=-1).log() * 2**14).round()
+
+
 def pyramid_budgets(budget: int, layers: int, window: int, beta: int = 20) -> list[int]:
     """PyramidKV (2406.02069): budgets fall linearly from layer to layer, with the sum layers * budget.
 
@@ -190,6 +220,9 @@ COMPRESSORS: dict[str, Compressor] = {
     "snapkv": Compressor(snapkv, queries=True),
     "snapkv-mean": Compressor(snapkv_mean, queries=True),
     "rkv": Compressor(rkv, queries=True),
+    "tova": Compressor(tova, queries=True),
+    "scissorhands": Compressor(scissorhands, queries=True),
+    "keynorm": Compressor(keynorm),
     "pyramidkv": Compressor(snapkv, queries=True, layer_budgets=pyramid_budgets),
 }
 

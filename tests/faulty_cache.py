@@ -216,6 +216,48 @@ def importance_among_all_held(held, kernel=7):
     return pool_older(attention.mean(dim=2), held, kernel)
 
 
+@wrong("kvcache.tova", cache.test_tova_asks_the_newest_query_alone_and_all_heads_of_the_layer)
+@wrong("kvcache.tova", of_run(cache.test_right_keys_survive_every_cut, "tova"))
+def each_head_for_itself(held):
+    """TOVA without the other KV heads of its layer."""
+    own = window_logits(held).softmax(-1)[torch.arange(len(held.seen)), :, :, (held.seen - 1) % held.queries.shape[2]]
+    return own.mean(dim=2)
+
+
+@wrong("kvcache.tova", cache.test_tova_asks_the_newest_query_alone_and_all_heads_of_the_layer)
+@wrong("kvcache.tova", of_run(cache.test_right_keys_survive_every_cut, "tova"))
+def the_whole_window(held):
+    """TOVA by all W queries, not the newest."""
+    return window_logits(held).softmax(-1).mean(dim=(1, 2, 3))[:, None].expand(held.positions.shape)
+
+
+@wrong("kvcache.scissorhands", cache.test_scissorhands_counts_how_often_a_key_is_attended_above_the_average)
+@wrong("kvcache.scissorhands", of_run(cache.test_right_keys_survive_every_cut, "scissorhands"))
+def sums_for_counts(held):
+    """Scissorhands' history as a sum of attention: one query can make a key."""
+    return window_logits(held).softmax(-1).sum(dim=(2, 3))
+
+
+@wrong("kvcache.scissorhands", cache.test_scissorhands_counts_how_often_a_key_is_attended_above_the_average)
+def average_over_what_is_not_seen(held):
+    """1 / S for 1 / t: keys later than a query lower its average."""
+    attention = window_logits(held).softmax(-1)
+    return (attention >= 1 / attention.shape[-1]).sum(dim=(2, 3)).float()
+
+
+@wrong("kvcache.keynorm", cache.test_keynorm_keeps_the_small_norms)
+@wrong("kvcache.keynorm", of_run(cache.test_right_keys_survive_every_cut, "keynorm"))
+def large_norms_survive(held):
+    """The sign."""
+    return held.keys.norm(dim=-1)
+
+
+@wrong("kvcache.keynorm", cache.test_keynorm_keeps_the_newer_of_two_keys_that_are_one_but_for_their_rotation)
+def norms_to_the_last_bit(held):
+    """Rounding chooses among the keys of one token."""
+    return -held.keys.norm(dim=-1)
+
+
 @wrong("kvcache.pool_older", cache.test_snapkv_pools_over_older_neighbours_only)
 def pooling_over_the_window(scores, held, kernel):
     """The window's own attention spreads to the older keys beside it."""
