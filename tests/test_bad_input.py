@@ -87,6 +87,8 @@ OPTIONS = [
     # Numbers that do not go together
     flags("--updates 3", "--updates must divide the 2 prompts of a step, not 3", "--updates 2"),
     flags("--budget 2", "budget 2 must exceed the window of 2: raise the budget", "--budget 3"),
+    flags("--kv-bits 3", "argument --kv-bits: invalid choice: 3 (choose from", "--kv-bits 4"),
+    flags("--learner replay --kv-bits 4", "the sampler did not: --kv-bits 0", "--learner replay --kv-bits 0"),
     flags("--samples 2", "2 greedy responses would all be the same: set", "--samples 2 --temperature 1", "eval"),
     flags("--max-prompt-tokens 3", "every prompt has over 3 tokens: raise", "--max-prompt-tokens 4"),
     # Names. Training samples from the whole distribution: it has no --top-p

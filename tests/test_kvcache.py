@@ -15,7 +15,7 @@ import pytest
 import slow_policies as slow
 import torch
 import torch.nn.functional as F
-from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_model
+from helpers import cut_times, held_after, peak_bytes, replay, rounded, seeded, tiny_model, token_by_token
 from torch import Tensor
 
 import kvcache
@@ -570,6 +570,9 @@ def test_a_cache_does_not_change_the_settings_of_the_next():
 # -------------------------------------------------------------------------------------------------------- memory
 
 
+KINDS = [(name, 0) for name in COMPRESSORS] + [("full", 8), ("snapkv", 4), ("h2o", 2)]  # policies and bits
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_keys_and_values_take_exactly_the_bytes_of_their_slots(compressor, dtype):
@@ -581,8 +584,8 @@ def test_keys_and_values_take_exactly_the_bytes_of_their_slots(compressor, dtype
     assert cache.nbytes["keys"] + cache.nbytes["values"] == expected
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS)
-def test_memory_stays_where_it_is_through_a_rollout(compressor):
+@pytest.mark.parametrize(("compressor", "kv_bits"), KINDS)
+def test_memory_stays_where_it_is_through_a_rollout(compressor, kv_bits):
     """After the prompts were expanded to their groups no step, cut or dropped row moves a byte."""
     seen = set()
     attend = LayerCache.attend
@@ -596,16 +599,17 @@ def test_memory_stays_where_it_is_through_a_rollout(compressor):
     model = tiny_model()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerCache, "attend", watched)
-        r = recorded(model, compressor)
+        r = recorded(model, compressor, kv_bits=kv_bits)
     assert r.response_lengths.min() < r.response_lengths.max()  # rows were dropped
     assert len(seen) == model.config.layers
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS)
-def test_dropped_rows_leave_the_others_whole(compressor):
+@pytest.mark.parametrize(("compressor", "kv_bits"), KINDS)
+def test_dropped_rows_leave_the_others_whole(compressor, kv_bits):
     """Rows are compacted in place with all that belongs to them, whatever a policy keeps beside."""
     model = tiny_model()
-    cache = cache_for(model.config, 5, 99, compressor=compressor, seeds=torch.arange(5), **SMALL)
+    how = {"compressor": compressor, "seeds": torch.arange(5), "kv_bits": kv_bits}
+    cache = cache_for(model.config, 5, 99, **how, **SMALL)
     model.hidden(torch.randint(31, (5, 18), generator=seeded(0)), cache=cache)
     before = [{name: part.clone() for name, part in layer.parts.items()} for layer in cache]
     order = cache.compact(torch.tensor([False, True, False, True, True]))
@@ -632,6 +636,141 @@ def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
     assert 0 < peak <= 2 * B * K * budget * D * 4
 
 
+# ---------------------------------------------------------------------------------------------------- fewer bits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("compressor", "kv_bits"), [*((name, 4) for name in COMPRESSORS), ("full", 2), ("snapkv", 8), ("snapkv", 2)]
+)
+def test_quantised_sampling_equals_each_steps_attention_over_what_the_cache_held(compressor, kv_bits):
+    """A key is exact while it is among the W newest and rounded later, so one forward under one mask is not enough.
+
+    Against a slow path that rounds by itself, a token at a time; in fp64, as a last bit flips a level. Ragged prompts,
+    several cuts, groups, early ends.
+    """
+    model = tiny_model(dtype=torch.float64)
+    r = recorded(model, compressor, kv_bits=kv_bits)
+    assert r.response_lengths.min() < r.response_lengths.max()
+    assert (token_by_token(model, r, kv_bits, SMALL["window"]) - r.logp_sparse).abs().max() < 1e-9
+    assert (replay(model, r)[0] - r.logp_sparse).abs().max() > 1e-4  # of exact keys
+
+
+@torch.no_grad()
+def test_quantised_sampling_at_its_edge():
+    """Buffer 1, a window longer than the prompt, and prompts of a token, which give no scale."""
+    model = tiny_model(dtype=torch.float64)
+    how = {"group_size": 1, "max_new_tokens": 30, "eos_ids": [], "record": True, "generator": seeded(2)}
+    r = rollout(model, [[7], [8]], budget=9, buffer=1, window=8, kv_bits=4, **how)
+    assert (token_by_token(model, r, 4, 8) - r.logp_sparse).abs().max() < 1e-9
+    r = rollout(model, [[7], [8, 9]], compressor="full", window=100, kv_bits=2, **how)  # more exact than ever held
+    assert (replay(model, r)[0] - r.logp_sparse).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_number_moves_by_half_a_step_at_most(bits):
+    """2^bits levels from the smallest to the largest of each 32 neighbours; what is packed again stays what it is."""
+    x = 3 * torch.randn(5, 7, 64, generator=seeded(0), dtype=torch.float64) + 1
+    packed, ranges = kvcache.pack(x, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (5, 7, 64 * bits // 8) and ranges.shape == (5, 7, 2, 2)
+    left = kvcache.unpack(packed, ranges, bits, x.dtype)
+    groups = x.unflatten(-1, (2, 32))
+    step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / (2**bits - 1)
+    assert ((left - x).unflatten(-1, (2, 32)).abs() <= step / 2 + 2**-11 * groups.abs().amax()).all()  # fp16 ranges
+    assert len(left[0, 0, :32].unique()) <= 2**bits
+    assert left[0, 0].tolist() == rounded(x[0, 0].tolist(), bits, 32)
+    assert torch.equal(kvcache.unpack(*kvcache.pack(left, bits), bits, x.dtype), left)
+
+
+def test_levels_share_a_byte():
+    """By hand: -1 to 14 in 16 levels, two a byte, the first in the low half; 0 to 3 in 4 levels, four a byte."""
+    packed, ranges = kvcache.pack(torch.tensor([-1.0, 14, 0, 2.4]), 4)
+    assert packed.tolist() == [0 + 16 * 15, 1 + 16 * 3] and ranges.tolist() == [[-1, 1]]
+    assert kvcache.unpack(packed, ranges, 4, torch.float32).tolist() == [-1, 14, 0, 2]
+    packed, ranges = kvcache.pack(torch.tensor([3.0, 2, 0, 1]), 2)
+    assert packed.tolist() == [3 + 4 * 2 + 16 * 0 + 64 * 1] and ranges.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("x", [[5.0] * 8, [0.0] * 8, [1e-9] + [0.0] * 7, [3e38, -3e38] * 4], ids=str)
+def test_no_numbers_make_what_is_left_of_them_infinite(x):
+    """Equal numbers have a step of 0, tiny ones one below fp16's, and huge ones are cut to its largest."""
+    x = torch.tensor(x)
+    left = kvcache.unpack(*kvcache.pack(x, 4), 4, torch.float32)
+    assert left.isfinite().all()
+    assert (left - x).abs().max() < 1e-7 or x.abs().max() > 65504
+
+
+def test_a_cut_moves_levels_and_does_not_round_again():
+    """After ten cuts each level and range is still that of the key it was made of."""
+    cache = KVCache(
+        rows=1, layers=1, heads=2, kv_heads=2, head_dim=8, max_length=0, compressor="snapkv", budget=16, buffer=4,
+        window=4, kv_bits=4,
+    )  # fmt: skip
+    x = torch.randn(1, 2, 60, 8, generator=seeded(0))
+    x[:, :, :3] *= 3  # attended to longest
+    cache[0].attend(*[x[:, :, :20]] * 3, torch.arange(20)[None])
+    for p in range(20, 60):
+        cache[0].attend(*[x[:, :, p, None]] * 3, torch.tensor([[p]]))
+    parts = cache[0].parts
+    assert cache[0].length.tolist() == [16] and parts["positions"].min() < 20
+    for name, scale in (("key", parts["key_scale"]), ("value", 1)):
+        packed, ranges = kvcache.pack(x / scale, 4)  # (1, 2, 60, ...)
+        for k in range(2):
+            kept = parts["positions"][0, k, :16].long()
+            assert torch.equal(parts[f"{name}s"][0, k, :16], packed[0, k, kept])
+            assert torch.equal(parts[f"{name}_ranges"][0, k, :16], ranges[0, k, kept])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_bits", [2, 4, 8])
+def test_quantised_keys_and_values_take_exactly_their_bits(kv_bits, dtype):
+    """Levels, a range of 4 bytes for each 32 neighbours, W exact tokens, a scale a channel: 0.16 of fp32 at 4 bits."""
+    c, budget, W = tiny_model(layers=3, head_dim=64).config, 504, 8
+    cache = cache_for(c, 5, 77, budget=budget, buffer=8, window=W, kv_bits=kv_bits, dtype=dtype)
+    heads, slots = 2 * 3 * 5 * c.kv_heads, budget + 8
+    expected = {
+        "keys": heads * slots * 64 * kv_bits // 8,
+        "key_ranges": heads * slots * 2 * 4,
+        "newest_keys": heads * W * 64 * dtype.itemsize,
+    }
+    for name, size in expected.items():
+        assert cache.nbytes[name] + cache.nbytes[name.replace("key", "value")] == size
+    assert cache.nbytes["key_scale"] == heads // 2 * 64 * dtype.itemsize
+    held = sum(part.untyped_storage().nbytes() for layer in cache for part in layer.parts.values())
+    assert held == sum(cache.nbytes.values())
+    if (kv_bits, dtype) == (4, torch.float32):
+        assert 0.15 < sum(expected.values()) / (heads * slots * 64 * 4) < 0.18
+
+
+@pytest.mark.parametrize("compressor", ["full", "snapkv", "h2o", "rkv"])
+def test_no_more_than_one_layers_keys_and_values_are_ever_whole(compressor):
+    """A step through eight layers, cuts included, takes far less than the keys and values of all of them in fp32."""
+    B, K, D, S, L = 4, 2, 64, 112, 8
+    cache = KVCache(
+        rows=B, layers=L, heads=K, kv_heads=K, head_dim=D, max_length=S, compressor=compressor, budget=96, buffer=16,
+        kv_bits=4,
+    )  # fmt: skip
+    x = torch.randn(B, K, S, D, generator=seeded(0))
+
+    def step(first: int, last: int) -> None:
+        for layer in cache:
+            layer.attend(*[x[:, :, first:last]] * 3, torch.arange(first, last).expand(B, -1))
+
+    step(0, S - 1)
+    layer = 2 * B * K * S * D * 4  # bytes of its keys and values
+    assert 0 < peak_bytes(lambda: step(S - 1, S)) < 2.5 * layer < L * layer / 3
+
+
+def test_fewer_bits_move_the_sampler_further():
+    """8 bits are close to none, and 2 are far from it."""
+    model = tiny_model(dtype=torch.float64)
+    away = []
+    for kv_bits in (8, 4, 2):
+        r = recorded(model, "full", kv_bits=kv_bits)
+        away.append(float((replay(model, r)[0] - r.logp_sparse).abs().max()))
+    assert 0 < away[0] < 0.05 < away[1] < away[2]
+
+
 # ------------------------------------------------------------------------------------------------------ bad settings
 
 
@@ -643,6 +782,8 @@ def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
         ({"budget": 12, "window": 8, "compressor": "streaming"}, "budget 12 must exceed the window of 8 [+] 4 sinks"),
         ({"buffer": 0}, "buffer 0 and window 8 must be at least 1"),
         ({"window": 0}, "buffer 128 and window 0 must be at least 1"),
+        ({"kv_bits": 3}, "kv_bits 3 must be 2, 4 or 8, or 0"),
+        ({"kv_bits": 4, "window": 0, "compressor": "full"}, "buffer 128 and window 0 must be at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentence):
