@@ -45,12 +45,14 @@ def test_the_map_of_caches_has_a_line_for_each_cell(files, tmp_path, capsys):
 
 
 def test_the_map_of_caches_goes_on_where_it_stopped(files, tmp_path, capsys):
-    """A cell that is there is not made again; a file of other settings is refused."""
-    cells, file = run_map(files, tmp_path, "--forced", "--compressors", "streaming,snapkv"), tmp_path / "r.jsonl"
-    assert len(cells) == 4 and not any("accuracy" in cell for cell in cells)
+    """A cell that is there is not made again; a file of other settings is refused. Fewer bits take fewer bytes."""
+    cells, file = run_map(files, tmp_path, "--forced", "--compressors", "snapkv", "--bits", "0,2"), tmp_path / "r.jsonl"
+    assert [cell["name"] for cell in cells] == ["snapkv 8", "snapkv 8 2 bits", "snapkv 12", "snapkv 12 2 bits"]
+    assert cells[1]["bytes"] < cells[0]["bytes"] and cells[1]["kl"] != cells[0]["kl"]
+    assert not any("accuracy" in cell for cell in cells)
     kept, printed = file.read_text().splitlines()[:3], capsys.readouterr().out
     file.write_text("\n".join(kept) + "\n" + '{"name": "half a li')
-    again = run_map(files, tmp_path, "--forced", "--compressors", "streaming,snapkv")
+    again = run_map(files, tmp_path, "--forced", "--compressors", "snapkv", "--bits", "0,2")
     assert file.read_text().splitlines()[:3] == kept and again == cells
     assert capsys.readouterr().out == printed
     with pytest.raises(SystemExit):
