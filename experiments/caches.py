@@ -52,6 +52,7 @@ from task import (
 
 PROGRAM = "experiments/caches.py"
 FREE = {"compressors", "budgets", "bits", "out", "threads"}  # what may differ between the cells of one file
+STYLES = {0: "-", 8: "--", 4: "-.", 2: ":"}  # of a line, by bits
 SHARES = {"a half": 1 / 2, "a fifth": 1 / 5}  # of the dense bytes
 
 
@@ -238,15 +239,20 @@ def report(cells: list[dict]) -> str:
 
 
 def draw(cells: list[dict], file: Path, floor: float = 1e-7) -> None:
-    """KL along dense texts over bytes, a line for each policy and number of bits, and the Pareto front."""
+    """KL along dense texts over bytes, a line for each policy and number of bits, and the Pareto front.
+
+    `full` has no budgets: its bits make one line.
+    """
     figure, ax = pyplot().subplots(figsize=(9, 6), layout="constrained")
     best = [(cell["bytes"], max(cell["kl"], floor)) for cell in front(cells)]
     ax.step(*zip(*best, strict=True), "k", where="post", lw=5, alpha=0.15)
-    names, styles = list(dict.fromkeys(cell["compressor"] for cell in cells)), {0: "-", 8: "--", 4: "-.", 2: ":"}
-    for name, bits in dict.fromkeys((cell["compressor"], cell["bits"]) for cell in cells):
-        line = sorted((c for c in cells if (c["compressor"], c["bits"]) == (name, bits)), key=lambda c: c["bytes"])
+    lines: dict[tuple[str, int], list[dict]] = {}
+    for cell in sorted(cells, key=lambda cell: cell["bytes"]):
+        lines.setdefault((cell["compressor"], cell["bits"] if cell["budget"] else 0), []).append(cell)
+    for (name, bits), line in lines.items():
         size, kl, error = zip(*((c["bytes"], max(c["kl"], floor), c["kl_stderr"]) for c in line), strict=True)
-        how = {"color": f"C{names.index(name)}", "ls": styles[bits], "marker": "o", "ms": 4, "capsize": 2}
+        color = "k" if name == "full" else f"C{list(COMPRESSORS).index(name) - 1}"
+        how = {"color": color, "ls": STYLES[bits], "marker": "o", "ms": 4, "capsize": 2}
         ax.errorbar(size, kl, error, label=f"{name}, {bits} bits" if bits else name, **how)
     for words, share in SHARES.items():
         ax.axvline(share * cells[0]["dense_bytes"], color="gray", lw=0.8, ls=":")
