@@ -17,7 +17,7 @@ import ranks
 import runs
 import task
 from answers import EXTRACTORS, extract_answer, is_correct
-from kvcache import COMPRESSORS, check_settings
+from kvcache import BITS, COMPRESSORS, check_settings
 from model import Decoder, ModelConfig, load_config, load_model
 from rollout import rollout_batches
 from runs import megabytes, option, table
@@ -43,6 +43,7 @@ class Shared:
     budget: int = option(512, "keys that survive a cut, per layer and KV head")
     buffer: int = option(128, "keys a row gathers beyond the budget before it is cut")
     window: int = option(8, "newest tokens that always survive, and whose queries score the others")
+    kv_bits: int = option(0, "of a cached key or value: 8, 4 or 2; 0 keeps them as they come", choices=BITS)
     seed: int = option(0, "of everything random", at_least=0, below=2**63)
     threads: int = option(0, "CPU threads; 0 takes all", at_least=0, at_most=1024)
     device: str = option("auto", "auto, cpu, cuda, mps")
@@ -50,7 +51,7 @@ class Shared:
     def __post_init__(self):
         runs.check_options(self)
         for name in names(self.compressor):
-            check_settings(name, self.budget, self.buffer, self.window)
+            check_settings(name, self.budget, self.buffer, self.window, self.kv_bits)
 
     def some(self, *names: str) -> dict:
         """The settings of these names."""
@@ -59,7 +60,7 @@ class Shared:
     @property
     def cache(self) -> dict:
         """The settings of the sampler's cache."""
-        return self.some("compressor", "budget", "buffer", "window")
+        return self.some("compressor", "budget", "buffer", "window", "kv_bits")
 
 
 @dataclass(frozen=True)
@@ -170,13 +171,15 @@ def evaluate(
     }, records
 
 
-def dense_and_sparse(model, tokenizer, eos_ids, prompts, *, compressor: str, budget: int, **settings) -> dict:
+def dense_and_sparse(model, tokenizer, eos_ids, prompts, *, compressor: str, kv_bits: int = 0, **settings) -> dict:
     """`evaluate` with dense decoding and with each compressor (names, by commas): {name: (summary, records)}."""
-    modes = {"dense": "full"} | {f"{name}-{budget}": name for name in names(compressor) if name != "full"}
-    return {
-        name: evaluate(model, tokenizer, eos_ids, prompts, compressor=mode, budget=budget, **settings)
-        for name, mode in modes.items()
-    }
+    modes = {"dense": {"compressor": "full"}}
+    for name in names(compressor):
+        evicts, bits = name != "full", f"-{kv_bits}-bit" if kv_bits else ""
+        if evicts or kv_bits:
+            mode = f"{name}-{settings['budget']}{bits}" if evicts else f"full{bits}"
+            modes[mode] = {"compressor": name, "kv_bits": kv_bits}
+    return {name: evaluate(model, tokenizer, eos_ids, prompts, **mode, **settings) for name, mode in modes.items()}
 
 
 # -------------------------------------------------------------------------------------------- the command line
@@ -205,7 +208,7 @@ def details(results: dict[str, dict]) -> str:
         [name, *map(s.get, columns), megabytes(s["cache_bytes"]), round(s["tokens_per_second"])]
         for name, s in results.items()
     ]
-    dense = [name for name, s in results.items() if name != "dense" and s["kv_saved"] == 0]
+    dense = [name for name, s in results.items() if not name.startswith(("dense", "full")) and s["kv_saved"] == 0]
     note = f"\nnothing was evicted by {', '.join(dense)}: no row came to hold budget + buffer keys" if dense else ""
     return table(["decoding", *columns, "cache", "tokens/s"], lines) + note
 

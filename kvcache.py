@@ -6,6 +6,10 @@ that holds S keys is cut to `budget`: its newest tokens survive, W at the least,
 highest score, in each layer and KV head by itself, in order of position. Keys are stored after RoPE and keep their
 original positions, so a compressed cache differs from a dense one by eviction alone.
 
+With kv_bits, keys and values lie packed in 2, 4 or 8 bits, the W newest also as they come. A token is rounded when it
+arrives, each 32 neighbouring numbers of a key or value by their own range, and never again: a cut moves bytes. A prompt
+attends to itself exactly; later queries, and policies that score them, meet the newest W exact and the others rounded.
+
 A policy is a function that scores keys, and a few declarations (see `COMPRESSORS`). Choosing, ties, gathering and
 memory exist once, in `choose` and `LayerCache`. Shapes: as in model.py, and W queries in the window.
 """
@@ -25,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from model import causal_attention, wide
 
 EMPTY = torch.iinfo(torch.int32).max  # the position of an unused slot: later than any query, so never visible
-PER_SLOT = {"keys", "values", "positions", "attention"}  # the parts of a cache that move when a row is cut
+PER_SLOT = {"keys", "values", "key_ranges", "value_ranges", "positions", "attention"}  # what moves when a row is cut
+BITS = (0, 2, 4, 8)  # that a cached key or value may have; 0: as it comes
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,36 @@ def rkv(held: Held, weight: float = 0.1, threshold: float = 0.5, kernel: int = 7
     return weight * importance - (1 - weight) * redundancy
 
 
+def tova(held: Held) -> Tensor:
+    """TOVA (2401.06104): attention that the newest query pays, in the mean over all heads of the layer.
+
+    As in the paper, so all KV heads of a layer keep the same tokens. (There no window is safe, but for the last token.)
+    """
+    attention = window_logits(held).softmax(-1)  # (B, K, H/K, W, S)
+    newest = (held.seen - 1) % attention.shape[3]
+    mean = attention[torch.arange(len(newest), device=newest.device), :, :, newest].mean(dim=(1, 2))  # (B, S)
+    return mean[:, None].expand(held.positions.shape)
+
+
+def scissorhands(held: Held) -> Tensor:
+    """Scissorhands (2305.17118): how often a key was pivotal, attended no less than the average of what a query sees.
+
+    Counted anew at each cut, over the W newest queries and the query heads of a KV head. (The paper counts with a state
+    per key, over a longer history, while it decodes.) Equal counts are common: there the newer key survives.
+    """
+    logits = window_logits(held)  # (B, K, H/K, W, S)
+    average = 1 / (logits > -math.inf).sum(-1, keepdim=True)
+    return (logits.softmax(-1) >= average).sum(dim=(2, 3)).float()
+
+
+def keynorm(held: Held) -> Tensor:
+    """Key norm (2406.11430): keys of small L2 norm survive. (There in all but the first layers.)
+
+    RoPE leaves norms alone: equal tokens have equal norms in the first layer. So 14 bits decide, not their rounding.
+    """
+    return -(wide(held.keys).norm(dim=-1).log() * 2**14).round()
+
+
 def pyramid_budgets(budget: int, layers: int, window: int, beta: int = 20) -> list[int]:
     """PyramidKV (2406.02069): budgets fall linearly from layer to layer, with the sum layers * budget.
 
@@ -190,21 +225,62 @@ COMPRESSORS: dict[str, Compressor] = {
     "snapkv": Compressor(snapkv, queries=True),
     "snapkv-mean": Compressor(snapkv_mean, queries=True),
     "rkv": Compressor(rkv, queries=True),
+    "tova": Compressor(tova, queries=True),
+    "scissorhands": Compressor(scissorhands, queries=True),
+    "keynorm": Compressor(keynorm),
     "pyramidkv": Compressor(snapkv, queries=True, layer_budgets=pyramid_budgets),
 }
 
 
-def check_settings(compressor: str, budget: int, buffer: int, window: int) -> Compressor:
+def check_settings(compressor: str, budget: int, buffer: int, window: int, kv_bits: int = 0) -> Compressor:
     """The policy by name; ValueError in one sentence if these settings cannot work together."""
     if compressor not in COMPRESSORS:
         raise ValueError(f"unknown compressor {compressor!r}: choose from {', '.join(COMPRESSORS)}")
     policy = COMPRESSORS[compressor]
-    if policy.score and min(buffer, window) < 1:
+    if kv_bits not in BITS:
+        raise ValueError(f"kv_bits {kv_bits} must be 2, 4 or 8, or 0 for keys and values as they come")
+    if (policy.score or kv_bits) and min(buffer, window) < 1:
         raise ValueError(f"buffer {buffer} and window {window} must be at least 1")
     if policy.score and budget <= window + policy.sinks:
         sinks = f" + {policy.sinks} sinks" if policy.sinks else ""
         raise ValueError(f"budget {budget} must exceed the window of {window}{sinks}: raise the budget")
     return policy
+
+
+# ------------------------------------------------------------------------------------------------------ fewer bits
+#
+# Values per token, with smallest number, step and a window in full precision, are KIVI's (2402.02750). Its keys are
+# rounded per channel, over groups of tokens, because some channels of a key are large in every token. A cut breaks such
+# groups, and rounding the survivors anew adds up; so keys are rounded per token as well, each channel divided by the
+# square root of its largest number in the prompt (SmoothAttention of QServe, 2405.04532, has one for all prompts).
+# KL(dense || sampler) after ten cuts or more, snapkv at 72 + 16, SmolLM2-135M along its own answers to GSM8K: 0.20
+# without rounding, at 4 bits 0.22 per channel, 0.20 per token, 0.19 so; at 2 bits 0.89, 1.06 and 0.59. Where nothing is
+# evicted KIVI's way is the better one: at 4 bits 0.007, 0.020 and 0.015 over all tokens. (Six responses.)
+# Left out of KVQuant (2401.18079): keys before RoPE, levels that are not uniform, outliers kept apart.
+
+
+def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x (..., D) in 2^bits levels: bytes (..., D * bits / 8) uint8, and ranges (..., D / g, 2) fp16, of each g numbers.
+
+    A range is the smallest of the g = gcd(D, 32) neighbours, and the step to the next level. 8 / bits levels a byte.
+    """
+    groups, largest = wide(x).unflatten(-1, (-1, math.gcd(x.shape[-1], 32))), 2**bits - 1  # (..., D/g, g)
+    low, high = groups.aminmax(dim=-1)
+    ranges = torch.stack([low, (high - low) / largest], dim=-1)
+    ranges = ranges.clamp(-65504, 65504).half()  # what fp16 can hold
+    low, step = ranges.to(groups.dtype)[..., None].unbind(-2)  # (..., D/g, 1) each, as `unpack` will see them
+    levels = ((groups - low) / step.masked_fill(step == 0, 1)).round().clamp(0, largest).byte().flatten(-2)  # (..., D)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
+    return (levels.unflatten(-1, (-1, len(shifts))) << shifts).sum(-1, dtype=torch.uint8), ranges
+
+
+def unpack(packed: Tensor, ranges: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """What is left of the numbers that `pack` made these of, (..., D)."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    levels = (packed[..., None] >> shifts & 2**bits - 1).flatten(-2).unflatten(-1, (ranges.shape[-2], -1))
+    x = wide(levels.to(dtype))  # (..., D/g, g)
+    low, step = ranges.to(x.dtype)[..., None].unbind(-2)  # (..., D/g, 1) each
+    return x.mul_(step).add_(low).flatten(-2).to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------- the cache
@@ -221,6 +297,7 @@ class LayerCache:
     recent: int  # of these, so many are the newest tokens
     parts: dict[str, Tensor]  # keys, values, ... (see Held), each with the rows first
     length: Tensor  # (B,) keys held per row. On the CPU: the host decides when to cut without waiting for the device
+    bits: int = 0  # of a key or value; 0: as they come
     evicted_at: Tensor | None = None  # see KVCache.record
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
@@ -231,23 +308,53 @@ class LayerCache:
         """
         if queries.shape[2] > 1 and self.length.any():
             raise ValueError("a cache takes many tokens (prefill) only while it is empty, then one at a time")
-        if self.policy.queries:
-            W, row = self.parts["queries"].shape[2], torch.arange(len(queries), device=queries.device)[:, None]
-            self.parts["queries"][row, :, positions[:, -W:] % W] = queries[:, :, -W:].transpose(1, 2)  # (B, W, H, D)
+        newest = {"queries": queries, "newest_keys": keys, "newest_values": values}
+        row = torch.arange(len(queries), device=queries.device)[:, None]
+        for name in newest.keys() & self.parts.keys():  # a ring: what came at position p lies at p mod W
+            W, new = self.parts[name].shape[2], newest[name].transpose(1, 2)  # (B, T, heads, D)
+            self.parts[name][row, :, positions[:, -W:] % W] = new[:, -W:]
         step = self._decode if queries.shape[2] == 1 else self._prefill
         return step(queries, keys, values, positions)
+
+    def _stored(self, keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """What a slot gets of keys and values (B, K, T, D) at positions (B, T): parts (B, K, T, ...)."""
+        parts = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(keys.shape[:3])}
+        if self.bits:
+            parts["keys"], parts["key_ranges"] = pack(keys / self.parts["key_scale"][: len(keys)], self.bits)
+            parts["values"], parts["value_ranges"] = pack(values, self.bits)
+        return parts
+
+    def _read(self, S: int, positions: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, K, S, D) in the first S slots; the tokens at `positions` (B, 1), the last, are in `slot`.
+
+        Of a cache with fewer bits a copy, in which the W newest tokens are exact.
+        """
+        parts = {name: part[: len(slot)] for name, part in self.parts.items()}
+        keys, values = parts["keys"][:, :, :S], parts["values"][:, :, :S]
+        if not self.bits:
+            return keys, values
+        dtype, W = parts["newest_keys"].dtype, parts["newest_keys"].shape[2]
+        keys = unpack(keys, parts["key_ranges"][:, :, :S], self.bits, dtype).mul_(parts["key_scale"])
+        values = unpack(values, parts["value_ranges"][:, :, :S], self.bits, dtype)
+        place, row = torch.arange(W, device=slot.device), torch.arange(len(slot), device=slot.device)[:, None]
+        # The newest W tokens lie side by side. In a row with fewer, a place without one falls on the unused last slots.
+        there = slot[:, None] - (positions - place) % W  # (B, W) the slot of the token at this place of the ring
+        keys[row, :, there] = parts["newest_keys"].transpose(1, 2)
+        values[row, :, there] = parts["newest_values"].transpose(1, 2)
+        return keys, values
 
     def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         B, K = keys.shape[:2]
         self.length[:B] += 1
         used = self.parts["positions"][:B, 0] != EMPTY  # (B, slots): no number of the host is copied to the device
         row, slot = torch.arange(B, device=keys.device), used.sum(-1)  # (B,)
-        for name, new in {"keys": keys[:, :, 0], "values": values[:, :, 0], "positions": positions.int()}.items():
-            self.parts[name][row, :, slot] = new  # (B, K, ...)
+        for name, new in self._stored(keys, values, positions).items():
+            self.parts[name][row, :, slot] = new[:, :, 0]  # (B, K, ...)
         # A whole number of 64, or all slots: how a row's sums are rounded does not depend on longer rows.
-        S = min(self.slots, -(-int(self.length[:B].max()) // 64) * 64)
+        longest = max(int(self.length[:B].max()), self.recent)
+        S = min(self.slots, -(-longest // 64) * 64)
         visible = (self.parts["positions"][:B, :1, :S] != EMPTY)[:, :, None]  # (B, 1, 1, S)
-        k, v = self.parts["keys"][:B, :, :S], self.parts["values"][:B, :, :S]  # (B, K, S, D)
+        k, v = self._read(S, positions, slot)  # (B, K, S, D)
         if self.policy.attention:
             logits = attention_logits(queries, k).squeeze(3)  # (B, K, H/K, S)
             weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
@@ -255,33 +362,34 @@ class LayerCache:
             out = (weights @ wide(v)).to(v.dtype)  # (B, K, H/K, D)
         else:
             out = F.scaled_dot_product_attention(queries[:, :, 0].unflatten(1, (K, -1)), k, v, attn_mask=visible)
-        self._cut(self.parts, positions[:, 0] + 1)
+        self._cut(self.parts, positions[:, 0] + 1, {"keys": k, "values": v})
         return out.flatten(1, 2)[:, :, None]  # (B, H, 1, D)
 
     def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        B, K, T, _ = keys.shape
-        out = causal_attention(queries, keys, values)
-        # What the layer would hold if it had slots enough.
-        prompt = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(B, K, T)}
+        out, T = causal_attention(queries, keys, values), keys.shape[2]
+        if self.bits:
+            self.parts["key_scale"][:] = keys.abs().amax(dim=2, keepdim=True).clamp(min=1e-4).sqrt()  # (B, K, 1, D)
+        prompt = self._stored(keys, values, positions)  # what the layer would hold if it had slots enough
         if self.policy.attention:
             prompt["attention"] = prompt_attention(queries, keys)
         for name, part in prompt.items():
             self.parts[name][:, :, :T] = part[:, :, : self.slots]
         self.length[:] = T
-        self._cut(self.parts | prompt, positions[:, -1] + 1)
+        self._cut(self.parts | prompt, positions[:, -1] + 1, {"keys": keys, "values": values})
         return out
 
-    def _cut(self, source: dict[str, Tensor], seen: Tensor) -> None:
+    def _cut(self, source: dict[str, Tensor], seen: Tensor, attended: dict[str, Tensor]) -> None:
         """Leave `budget` keys of each full row of `source`, in order, in the first slots; empty the others.
 
-        seen (B,): the tokens of each row so far. One part at a time: the largest temporaries are the surviving keys of
-        one layer and, where not all of its rows are cut, a copy of the keys to be scored.
+        seen (B,): the tokens of each row so far. attended: the keys and values that a policy reads. One part at a time:
+        the largest temporaries are the surviving keys of one layer and, where not all of its rows are cut, a copy of
+        the keys to be scored.
         """
         full = (self.length[: len(seen)] >= self.slots).nonzero()[:, 0]
         if self.policy.score is None or not len(full):
             return
         rows = slice(len(seen)) if len(full) == len(seen) else full.to(seen.device)  # a slice copies nothing
-        held = Held(source, rows, seen[rows], self.recent, self.layer)
+        held = Held(source | attended, rows, seen[rows], self.recent, self.layer)
         survivors = choose(self.policy.score(held), held, self.budget)  # (b, K, budget)
         if self.evicted_at is not None:
             row, head, slot = (held.positions != EMPTY).scatter(2, survivors, False).nonzero(as_tuple=True)
@@ -315,11 +423,13 @@ class KVCache:
 
     def __init__(
         self, *, rows: int, layers: int, heads: int, kv_heads: int, head_dim: int, max_length: int,
-        compressor: str = "snapkv", budget: int = 512, buffer: int = 128, window: int = 8,
+        compressor: str = "snapkv", budget: int = 512, buffer: int = 128, window: int = 8, kv_bits: int = 0,
         seeds: Tensor | None = None, dtype: torch.dtype = torch.float32, device="cpu",
     ):  # fmt: skip
         """max_length: the slots of `full`. seeds (B,) int64: for random draws. ValueError: see `check_settings`."""
-        policy = check_settings(compressor, budget, buffer, window)
+        policy = check_settings(compressor, budget, buffer, window, kv_bits)
+        if head_dim * kv_bits % 8:
+            raise ValueError(f"{head_dim} numbers of {kv_bits} bits are no whole bytes: take more kv_bits, or 0")
         budgets, least = policy.layer_budgets(budget, layers, window), window + policy.sinks + 1
         if policy.score and (len(budgets) != layers or sum(budgets) != layers * budget or min(budgets) < least):
             raise ValueError(f"{layers} budgets of at least {least} must have the sum {layers * budget}, not {budgets}")
@@ -327,8 +437,16 @@ class KVCache:
         zeros = partial(torch.zeros, device=device)
         for layer, layer_budget in enumerate(budgets):
             slots = layer_budget + buffer if policy.score else max_length
-            parts = {name: zeros(rows, kv_heads, slots, head_dim, dtype=dtype) for name in ("keys", "values")}
+            number = {"dtype": torch.uint8 if kv_bits else dtype}
+            size = head_dim * kv_bits // 8 or head_dim
+            parts = {name: zeros(rows, kv_heads, slots, size, **number) for name in ("keys", "values")}
             parts["positions"] = zeros(rows, kv_heads, slots, dtype=torch.int32) + EMPTY
+            if kv_bits:
+                for name in ("key_ranges", "value_ranges"):
+                    parts[name] = zeros(rows, kv_heads, slots, head_dim // math.gcd(head_dim, 32), 2, dtype=torch.half)
+                for name in ("newest_keys", "newest_values"):
+                    parts[name] = zeros(rows, kv_heads, min(window, slots), head_dim, dtype=dtype)
+                parts["key_scale"] = zeros(rows, kv_heads, 1, head_dim, dtype=dtype) + 1
             if policy.queries:
                 parts["queries"] = zeros(rows, heads, window, head_dim, dtype=dtype)
             if policy.attention:
@@ -336,7 +454,7 @@ class KVCache:
             if policy.seeds:
                 parts["seeds"] = zeros(rows, dtype=torch.long) + (0 if seeds is None else seeds.to(device))
             recent, length = max(window, int(policy.recent_share * layer_budget)), torch.zeros(rows, dtype=torch.long)
-            self.layers.append(LayerCache(policy, layer, layer_budget, slots, recent, parts, length))
+            self.layers.append(LayerCache(policy, layer, layer_budget, slots, recent, parts, length, kv_bits))
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
@@ -385,7 +503,8 @@ class KVCache:
         """From now on write down when each key goes: layer.evicted_at (B, K, max_length), dropped rows included.
 
         By the tokens seen until then: the query at p sees the key at j where j <= p < evicted_at[j]. A key that stays
-        has the largest number of the dtype, which is int16 if the lengths allow it, else int32.
+        has the largest number of the dtype, which is int16 if the lengths allow it, else int32. What kv_bits rounds is
+        not in the record: a replay of it sees every key as it came.
         """
         dtype = record_dtype(max_length)
         for layer in self.layers:

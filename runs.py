@@ -55,7 +55,7 @@ def check_options(config) -> None:
         if type(value) is not about["kind"] and (type(value), about["kind"]) != (int, float):  # a bool is no int here
             wanted = about["kind"].__name__
         elif about["choices"] and value not in about["choices"]:
-            wanted = f"one of {', '.join(about['choices'])}"
+            wanted = f"one of {', '.join(map(str, about['choices']))}"
         elif not all(BOUNDS[word](value, limit) for word, limit in about["bounds"].items()):
             words = (f"{word.replace('_', ' ')} {limit:,}" for word, limit in about["bounds"].items())
             wanted = " and ".join(words).replace("below inf", "finite")

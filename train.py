@@ -103,6 +103,13 @@ class Config(Shared):
         super().__post_init__()
         if self.prompts % self.updates:
             raise ValueError(f"--updates must divide the {self.prompts} prompts of a step, not {self.updates}")
+        if self.learner == "replay" and self.kv_bits:
+            raise ValueError("--learner replay sees keys and values as they come, the sampler did not: --kv-bits 0")
+
+    @property
+    def dense(self) -> str:
+        """What a run is that evicts nothing."""
+        return "dense GRPO" + (f", but for rounding to {self.kv_bits} bits" if self.kv_bits else "")
 
     @property
     def replay(self) -> bool:
@@ -386,7 +393,7 @@ def summary(config: Config, folder: Path) -> str:
             lines += [f"step {step}, greedy decoding of {problems}", details(found), ""]
     mean = {name: statistics.fmean(m[name] for m in metrics if name in m) for name in metrics[0]}
     if config.compressor != "full" and mean["kv_saved"] == 0:
-        lines.append("nothing was evicted, so this was dense GRPO: lower --budget or --buffer")
+        lines.append(f"nothing was evicted, so this was {config.dense}: lower --budget or --buffer")
     seconds = {name: len(metrics) * mean[f"{name}_seconds"] for name in ("rollout", "scoring", "update")}
     cache, dense = (megabytes(max(m[name] for m in metrics)) for name in ("cache_bytes", "dense_bytes"))
     against_dense = "against the dense policy: sampler KL {dense_sampler_kl:.4f}, rejected {dense_rejected:.1%}"
@@ -433,13 +440,13 @@ def plan(config: Config, inputs: Inputs) -> str:
 def eviction(config: Config, model: ModelConfig, longest: int) -> str:
     """When rows of at most `longest` tokens are cut, and to what."""
     if config.compressor == "full":
-        return "none: compressor full is dense GRPO"
+        return f"none: compressor full is {config.dense}"
     layers = cache_for(model, 1, longest, **config.cache, device="meta").layers
     budgets, slots = ([getattr(layer, name) for layer in layers] for name in ("budget", "slots"))
     if longest <= min(slots):  # the last token sampled is never cached
         return (
             f"NEVER: a row holds at most {longest - 1} keys and is cut at budget + buffer = {min(slots)}, so this run "
-            "is dense. Lower --budget or --buffer, or raise --max-new-tokens"
+            f"is {config.dense}. Lower --budget or --buffer, or raise --max-new-tokens"
         )
     keys, full = (" to ".join(map(str, sorted({min(x), max(x)}))) for x in (budgets, slots))
     return f"a row is cut to {keys} keys whenever it holds budget + buffer = {full}"

@@ -19,22 +19,25 @@ from kvcache import (
     LayerCache,
     attention_logits,
     choose,
+    pack,
     pool_older,
     pyramid_budgets,
     replay_attention,
     rkv,
     snapkv,
     snapkv_mean,
+    unpack,
     window_logits,
 )
 from model import Decoder
 from rollout import sample
 
 INIT, COMPACT, HIDDEN = KVCache.__init__, KVCache.compact, Decoder.hidden
-ATTEND, CUT = LayerCache.attend, LayerCache._cut
+ATTEND, CUT, READ, PREFILL = LayerCache.attend, LayerCache._cut, LayerCache._read, LayerCache._prefill
 CACHES, CALLS = itertools.count(), itertools.count()  # what a module remembers and should not
 SPARSE, WHERE, SOFTMAX = sampling.sparse, torch.where, torch.Tensor.softmax
 BYTES = cache.test_keys_and_values_take_exactly_the_bytes_of_their_slots
+QUANTISED = cache.test_quantised_sampling_equals_each_steps_attention_over_what_the_cache_held
 LEARNER = learner.test_the_replay_learner_is_the_policy_that_sampled
 REPLAY = cache.test_compressed_sampling_equals_one_dense_forward_under_the_mask_of_its_evictions
 
@@ -52,7 +55,7 @@ def evict_before_attending(self, queries, keys, values, positions):
     """VeloxQuant-MLX 370: a full row loses keys before its newest token has seen them."""
     if queries.shape[2] == 1:
         self.slots -= 1
-        self._cut(self.parts, positions[:, 0])
+        self._cut(self.parts, positions[:, 0], {})
         self.slots += 1
     return ATTEND(self, queries, keys, values, positions)
 
@@ -104,7 +107,7 @@ def first_head_decides(scores, held, budget):
     return kept[:, :1].expand_as(kept)
 
 
-@wrong("kvcache.rkv", sampling.test_a_row_does_not_depend_on_its_batch_mates, "rkv")
+@wrong("kvcache.rkv", sampling.test_a_row_does_not_depend_on_its_batch_mates, "rkv", 0)
 def first_row_decides(held):
     """R-KV: every row scored with row 0's redundancy."""
     keys = held.parts["keys"][:1].expand_as(held.parts["keys"])
@@ -159,7 +162,7 @@ def keys_stay_behind():
     return {"positions", "values", "attention"}
 
 
-@wrong("kvcache.LayerCache.attend", sampling.test_a_row_does_not_depend_on_its_batch_mates, "streaming")
+@wrong("kvcache.LayerCache.attend", sampling.test_a_row_does_not_depend_on_its_batch_mates, "streaming", 0)
 def rows_cut_together(self, queries, keys, values, positions):
     """As soon as one row is full, all are cut: a row depends on its batch-mates."""
     B = len(queries)
@@ -167,7 +170,7 @@ def rows_cut_together(self, queries, keys, values, positions):
     out = ATTEND(self, queries, keys, values, positions)
     if (self.length[:B] < before).any():
         slots, self.slots = self.slots, self.budget + 1
-        self._cut(self.parts, positions[:, 0] + 1)
+        self._cut(self.parts, positions[:, 0] + 1, {})
         self.slots = slots
     return out
 
@@ -178,7 +181,7 @@ def fresh_draws(held):
     return torch.rand(held.positions.shape)
 
 
-@wrong("kvcache.random", sampling.test_a_row_does_not_depend_on_its_batch_mates, "random")
+@wrong("kvcache.random", sampling.test_a_row_does_not_depend_on_its_batch_mates, "random", 0)
 def draws_of_the_batch(held):
     """`random` draws by place in the batch."""
     return torch.rand(held.positions.shape, generator=seeded(0))
@@ -216,6 +219,48 @@ def importance_among_all_held(held, kernel=7):
     return pool_older(attention.mean(dim=2), held, kernel)
 
 
+@wrong("kvcache.tova", cache.test_tova_asks_the_newest_query_alone_and_all_heads_of_the_layer)
+@wrong("kvcache.tova", of_run(cache.test_right_keys_survive_every_cut, "tova"))
+def each_head_for_itself(held):
+    """TOVA without the other KV heads of its layer."""
+    own = window_logits(held).softmax(-1)[torch.arange(len(held.seen)), :, :, (held.seen - 1) % held.queries.shape[2]]
+    return own.mean(dim=2)
+
+
+@wrong("kvcache.tova", cache.test_tova_asks_the_newest_query_alone_and_all_heads_of_the_layer)
+@wrong("kvcache.tova", of_run(cache.test_right_keys_survive_every_cut, "tova"))
+def the_whole_window(held):
+    """TOVA by all W queries, not the newest."""
+    return window_logits(held).softmax(-1).mean(dim=(1, 2, 3))[:, None].expand(held.positions.shape)
+
+
+@wrong("kvcache.scissorhands", cache.test_scissorhands_counts_how_often_a_key_is_attended_above_the_average)
+@wrong("kvcache.scissorhands", of_run(cache.test_right_keys_survive_every_cut, "scissorhands"))
+def sums_for_counts(held):
+    """Scissorhands' history as a sum of attention: one query can make a key."""
+    return window_logits(held).softmax(-1).sum(dim=(2, 3))
+
+
+@wrong("kvcache.scissorhands", cache.test_scissorhands_counts_how_often_a_key_is_attended_above_the_average)
+def average_over_what_is_not_seen(held):
+    """1 / S for 1 / t: keys later than a query lower its average."""
+    attention = window_logits(held).softmax(-1)
+    return (attention >= 1 / attention.shape[-1]).sum(dim=(2, 3)).float()
+
+
+@wrong("kvcache.keynorm", cache.test_keynorm_keeps_the_small_norms)
+@wrong("kvcache.keynorm", of_run(cache.test_right_keys_survive_every_cut, "keynorm"))
+def large_norms_survive(held):
+    """The sign."""
+    return held.keys.norm(dim=-1)
+
+
+@wrong("kvcache.keynorm", cache.test_keynorm_keeps_the_newer_of_two_keys_that_are_one_but_for_their_rotation)
+def norms_to_the_last_bit(held):
+    """Rounding chooses among the keys of one token."""
+    return -held.keys.norm(dim=-1)
+
+
 @wrong("kvcache.pool_older", cache.test_snapkv_pools_over_older_neighbours_only)
 def pooling_over_the_window(scores, held, kernel):
     """The window's own attention spreads to the older keys beside it."""
@@ -223,10 +268,10 @@ def pooling_over_the_window(scores, held, kernel):
 
 
 @wrong("kvcache.LayerCache._cut", sampling.test_held_keys_never_exceed_budget_plus_buffer)
-def budget_at_prefill_only(self, source, seen):
+def budget_at_prefill_only(self, source, seen, attended):
     """SnapKV 23, KVCache-Factory 20: decoding grows on (here: by a slot whenever they are full)."""
     if source is not self.parts:
-        CUT(self, source, seen)
+        CUT(self, source, seen, attended)
     elif self.length.max() == self.slots:
         for name in {"keys", "values", "positions"}:
             slot = torch.full_like(self.parts[name][:, :, :1], EMPTY if name == "positions" else 0)
@@ -235,15 +280,15 @@ def budget_at_prefill_only(self, source, seen):
 
 
 @wrong("kvcache.LayerCache._cut", of_run(cache.test_unused_slots_are_zero, "snapkv"))
-def dirty_slots(self, source, seen):
+def dirty_slots(self, source, seen, attended):
     """pytorch 103963: freed slots keep what they held."""
     before = self.length.clone()
-    CUT(self, source, seen)
+    CUT(self, source, seen, attended)
     for name in ("keys", "values"):
         self.parts[name][self.length < before, :, self.budget :] = 1.0
 
 
-@wrong("kvcache.KVCache.compact", cache.test_memory_stays_where_it_is_through_a_rollout, "snapkv")
+@wrong("kvcache.KVCache.compact", cache.test_memory_stays_where_it_is_through_a_rollout, "snapkv", 0)
 def grow_by_gathering(self, alive):
     """Rows that stay are gathered into new tensors."""
     order = COMPACT(self, alive)
@@ -252,8 +297,8 @@ def grow_by_gathering(self, alive):
     return order
 
 
-@wrong("kvcache.KVCache.compact", cache.test_dropped_rows_leave_the_others_whole, "snapkv")
-@wrong("kvcache.KVCache.compact", sampling.test_a_row_does_not_depend_on_its_batch_mates, "random")
+@wrong("kvcache.KVCache.compact", cache.test_dropped_rows_leave_the_others_whole, "snapkv", 0)
+@wrong("kvcache.KVCache.compact", sampling.test_a_row_does_not_depend_on_its_batch_mates, "random", 0)
 def lose_the_state_of_dropped_rows(self, alive):
     """Rows are compacted, their queries and seeds are not."""
     left = [{name: layer.parts.pop(name) for name in ("queries", "seeds") if name in layer.parts} for layer in self]
@@ -284,6 +329,59 @@ def pyramid_of_the_whole_budget(budget, layers, window):
     """The last layer gets a twentieth of the budget, the window included."""
     spread = budget - max(budget // 20, window + 1)
     return [budget + round(spread * (1 - 2 * layer / (layers - 1))) for layer in range(layers)]
+
+
+# -------------------------------------------------------------------------------------------------------- fewer bits
+
+
+@wrong("kvcache.LayerCache._read", QUANTISED, "snapkv", 4)
+def newest_rounded_too(self, S, positions, slot):
+    """No window in full precision."""
+    keys, values = READ(self, S, positions, slot)
+    if self.bits:
+        p = {name: part[: len(slot)] for name, part in self.parts.items()}
+        keys = unpack(p["keys"][:, :, :S], p["key_ranges"][:, :, :S], self.bits, keys.dtype) * p["key_scale"]
+    return keys, values
+
+
+@wrong("kvcache.LayerCache._prefill", QUANTISED, "full", 4)
+def prompt_attends_to_rounded_keys(self, queries, keys, values, positions):
+    """The prompt is rounded before it has been attended to."""
+    keys, values = (unpack(*pack(x, self.bits), self.bits, x.dtype) if self.bits else x for x in (keys, values))
+    return PREFILL(self, queries, keys, values, positions)
+
+
+@wrong("kvcache.PER_SLOT", QUANTISED, "snapkv", 4)
+@wrong("kvcache.PER_SLOT", cache.test_a_cut_moves_levels_and_does_not_round_again)
+def ranges_stay_behind():
+    """Levels move to the front, what they mean does not."""
+    return {"keys", "values", "positions", "attention"}
+
+
+@wrong("kvcache.unpack", cache.test_a_number_moves_by_half_a_step_at_most, 4)
+def middle_of_the_level(packed, ranges, bits, dtype):
+    """Levels as bins: half a step is added."""
+    return unpack(packed, ranges, bits, dtype) + ranges[..., 1].to(dtype).repeat_interleave(32, -1) / 2
+
+
+@wrong("kvcache.pack", cache.test_levels_share_a_byte)
+def last_level_lowest(x, bits):
+    """The neighbours of a byte in the other order."""
+    return pack(x.unflatten(-1, (-1, 8 // bits)).flip(-1).flatten(-2), bits)
+
+
+@wrong("kvcache.KVCache.__init__", cache.test_quantised_keys_and_values_take_exactly_their_bits, 4, torch.float32)
+def a_level_a_byte(self, *, kv_bits=0, **sizes):
+    """Quantised in name: eight bits are kept, of which four are used."""
+    INIT(self, kv_bits=kv_bits and 8, **sizes)
+
+
+@wrong("kvcache.KVCache.__init__", cache.test_quantised_keys_and_values_take_exactly_their_bits, 4, torch.bfloat16)
+def more_than_is_counted(self, **sizes):
+    """A part is a view of something larger."""
+    INIT(self, **sizes)
+    for layer in self.layers:
+        layer.parts["keys"] = torch.cat([layer.parts["keys"]] * 2)[: len(layer.parts["keys"])]
 
 
 # ------------------------------------------------------------------------------------------------------------ replay
@@ -340,7 +438,7 @@ def one_draw_for_the_group(logits, uniforms, **how):
     return sample(logits, uniforms[:1].expand_as(uniforms), **how)
 
 
-@wrong("rollout.sample", sampling.test_a_row_does_not_depend_on_its_batch_mates, "full")
+@wrong("rollout.sample", sampling.test_a_row_does_not_depend_on_its_batch_mates, "full", 0)
 def numbers_by_place_in_the_batch(logits, uniforms, **how):
     """Uniform numbers dealt out to whichever rows are active."""
     return sample(logits, torch.rand(len(uniforms), generator=seeded(len(uniforms))), **how)

@@ -121,3 +121,65 @@ def peak_bytes(function: Callable[[], object]) -> int:
         function()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def rounded(numbers: list[float], bits: int, group: int) -> list[float]:
+    """Each `group` neighbours at the nearest of 2^bits levels above their smallest; this and the step in fp16."""
+
+    def half(x: float) -> float:
+        return float(torch.tensor(x).half())  # by way of fp32
+
+    out: list[float] = []
+    for first in range(0, len(numbers), group):
+        some = numbers[first : first + group]
+        low, step = half(min(some)), half((max(some) - min(some)) / (2**bits - 1))
+        out += [low + step * min(max(round((x - low) / step), 0), 2**bits - 1) if step else low for x in some]
+    return out
+
+
+class Growing:
+    """Stands in for a cache that takes a token at a time: each query head sees the keys that its record still holds.
+
+    With bits, a query behind a prompt of P tokens sees all keys and values but the W newest as they are rounded.
+    """
+
+    def __init__(self, evicted_at: Tensor, bits: int = 0, P: int = 0, W: int = 0):
+        self.evicted_at, self.bits, self.P, self.W = evicted_at.tolist(), bits, P, W
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []  # (K, D) each
+        self.old: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of a token and a head: key and value, rounded
+
+    def seen(self, p: int, j: int, k: int) -> tuple[Tensor, Tensor]:
+        """The key and value (D,) of the token at j and head k, as the query at p meets them."""
+        key, value = self.keys[j][k], self.values[j][k]
+        if not self.bits or p < self.P or p - j < self.W:
+            return key, value
+        if (j, k) not in self.old:
+            prompt = torch.stack(self.keys[: self.P])[:, k]  # (P, D)
+            scale = prompt.abs().amax(0).sqrt() if self.P > 1 else torch.ones_like(key)
+            pair = (torch.tensor(rounded(x.tolist(), self.bits, len(x)), dtype=x.dtype) for x in (key / scale, value))
+            self.old[j, k] = next(pair) * scale, next(pair)
+        return self.old[j, k]
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+        p, heads, (H, K, D) = int(positions), [], (queries.shape[1], keys.shape[1], keys.shape[3])
+        self.keys.append(keys[0, :, 0])
+        self.values.append(values[0, :, 0])
+        for h in range(H):
+            k = h * K // H
+            held = [self.seen(p, j, k) for j in range(p + 1) if p < self.evicted_at[k][j]]
+            weights = torch.stack([queries[0, h, 0] @ key / D**0.5 for key, _ in held]).softmax(0)
+            heads.append(sum(w * value for w, (_, value) in zip(weights, held, strict=True)))
+        return torch.stack(heads)[None, :, None]
+
+
+def token_by_token(model: Decoder, r: Rollout, bits: int = 0, window: int = 0) -> Tensor:
+    """The log-probs (N, R) of a recorded rollout, each step's attention taken over what was held then."""
+    out = torch.zeros_like(r.logp_sparse)
+    for i, (P, n) in enumerate(zip(r.prompt_lengths.tolist(), r.lengths.tolist(), strict=True)):
+        cache = [Growing(layer[i], bits, P, window) for layer in r.evicted_at]
+        for t in range(n - 1):
+            logp = model(r.tokens[i : i + 1, t : t + 1], torch.tensor([[t]]), cache)[0, 0].log_softmax(-1)
+            if t + 1 >= P:
+                out[i, t + 1 - P] = logp[r.tokens[i, t + 1]]
+    return out

@@ -23,6 +23,7 @@ class Past:
     keys: Tensor  # (T, D) float64
     sees: list[list[int]]  # the positions that each query attended to
     draws: list[float] = field(default_factory=list)  # one per position
+    layer: list[Past] = field(default_factory=list)  # of all KV heads of the row's layer, this one too
 
     def logits(self, g: int, p: int, positions: list[int]) -> Scores:
         """q k / sqrt(D) of query head g at position p."""
@@ -99,6 +100,26 @@ def rkv(past: Past, held: list[int], window: int, kernel: int = 7, weight: float
     return {j: weight * importance[j] - (1 - weight) * redundancy[j] for j in importance}
 
 
+def tova(past: Past, held: list[int], window: int) -> Scores:
+    last, K = held[-1], len(past.layer)
+    return {j: sum(head.paid[last][j] for head in past.layer) / K for j in held[:-window]}
+
+
+def scissorhands(past: Past, held: list[int], window: int) -> Scores:
+    pivotal = dict.fromkeys(held[:-window], 0)
+    for p in held[-window:]:
+        for g in range(len(past.queries)):
+            sees = [j for j in held if j <= p]
+            weights = softmax(past.logits(g, p, sees))
+            for j in pivotal:
+                pivotal[j] += weights[j] >= 1 / len(sees)
+    return pivotal
+
+
+def keynorm(past: Past, held: list[int], window: int) -> Scores:
+    return {j: -math.sqrt(sum(x * x for x in past.keys[j].tolist())) for j in held[:-window]}
+
+
 POLICIES = {
     "streaming": streaming,
     "random": random,
@@ -106,6 +127,9 @@ POLICIES = {
     "snapkv": snapkv,
     "snapkv-mean": snapkv_mean,
     "rkv": rkv,
+    "tova": tova,
+    "scissorhands": scissorhands,
+    "keynorm": keynorm,
     "pyramidkv": snapkv,
 }
 

@@ -26,8 +26,8 @@ from task import ASSETS
 SMALL = "--budget 8 --buffer 4 --window 2 --max-new-tokens 6"
 TRAIN = f"--model model --data p-train.jsonl --eval-data= --out out --prompts 2 --group-size 2 --steps 1 {SMALL}"
 EVAL = f"--model model --data p-heldout.jsonl --out out --limit 2 {SMALL}"
-COMPARE = "--model model --data p-heldout.jsonl --out out.json --limit 1 --budgets 8 --buffer 4 --window 2"
-compare = runpy.run_path(str(ASSETS.parent / "experiments" / "compressors.py"))["main"]
+COMPARE = "--model model --data p-heldout.jsonl --out out.jsonl --limit 2 --budgets 8 --buffer 4 --window 2"
+compare = runpy.run_path(str(ASSETS.parent / "experiments" / "caches.py"))["main"]
 PROGRAMS = {
     "train": (train.main, TRAIN),
     "eval": (evaluation.main, EVAL),
@@ -87,6 +87,8 @@ OPTIONS = [
     # Numbers that do not go together
     flags("--updates 3", "--updates must divide the 2 prompts of a step, not 3", "--updates 2"),
     flags("--budget 2", "budget 2 must exceed the window of 2: raise the budget", "--budget 3"),
+    flags("--kv-bits 3", "argument --kv-bits: invalid choice: 3 (choose from", "--kv-bits 4"),
+    flags("--learner replay --kv-bits 4", "the sampler did not: --kv-bits 0", "--learner replay --kv-bits 0"),
     flags("--samples 2", "2 greedy responses would all be the same: set", "--samples 2 --temperature 1", "eval"),
     flags("--max-prompt-tokens 3", "every prompt has over 3 tokens: raise", "--max-prompt-tokens 4"),
     # Names. Training samples from the whole distribution: it has no --top-p
@@ -104,7 +106,8 @@ OPTIONS = [
     flags("--benchmark model", "--benchmark model is no folder with JSONL files", "--benchmark .", "eval"),
     flags("--out run", "run exists already: name another folder with --out", "--out run2"),
     flags("--out p-train.jsonl/a", "Not a directory: 'p-train.jsonl/a'", "--out p/a"),
-    flags("--out p-train.jsonl", "cannot make the file p-train.jsonl (File exists)", "--out=", "compare"),
+    flags("--out p-train.jsonl", "p-train.jsonl, line 1 is no result: delete it", "--out new.jsonl", "compare"),
+    flags("--out map.png", "--out must be a file NAME.jsonl, not 'map.png'", "--out map.jsonl", "compare"),
     # Arguments in a file
     file("a.args", '--lr 1\n--out "x', "No closing quotation in the line '--out \"x'", "--lr 1", options="@a.args"),
     file("a.args", "@a.args", "maximum recursion depth exceeded", "--lr 1", options="@a.args"),
@@ -198,7 +201,7 @@ def test_bad_input_is_refused_in_one_sentence_and_nothing_is_written(case, place
         PROGRAMS[case.program][0](arguments(case.program, case.bad))
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(r"(train|eval|experiments/compressors)\.py: error: ", line) and case.sentence in line
+    assert re.match(r"(train|eval|experiments/caches)\.py: error: ", line) and case.sentence in line
     assert contents(place) == before
 
 

@@ -116,6 +116,17 @@ def test_results_of_one_problem_are_json(tmp_path, monkeypatch, capsys):
     assert "nan" not in capsys.readouterr().out and (tmp_path / "e" / "responses-long-heldout-snapkv-16.jsonl").exists()
 
 
+def test_the_dense_row_keeps_its_keys_as_they_come(monkeypatch):
+    """`--kv-bits` holds for the policies alone, `full` among them."""
+    monkeypatch.setattr(evaluation, "evaluate", lambda *given, **how: how)
+    how = {"compressor": "full,snapkv", "budget": 16, "kv_bits": 4}
+    assert evaluation.dense_and_sparse(None, None, [], [], **how) == {
+        "dense": {"compressor": "full", "budget": 16},
+        "full-4-bit": {"compressor": "full", "budget": 16, "kv_bits": 4},
+        "snapkv-16-4-bit": {"compressor": "snapkv", "budget": 16, "kv_bits": 4},
+    }
+
+
 @pytest.mark.parametrize(("extract", "accuracy"), [("boxed", 0.0), ("last-number", 1.0)])
 def test_evaluation_can_fall_back_to_the_last_number(extract, accuracy):
     """`--extract last-number`: a right number without a box counts; the share with a box does not change."""

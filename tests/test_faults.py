@@ -406,10 +406,11 @@ def test_the_plan_estimates_the_peak_of_forward_and_backward(vocabulary, layers,
     assert need == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS)
-def test_the_plan_states_the_bytes_of_the_cache(compressor, files, tmp_path):
+@pytest.mark.parametrize(("compressor", "bits"), [*((name, "0") for name in COMPRESSORS), ("full", "8"), ("rkv", "4")])
+def test_the_plan_states_the_bytes_of_the_cache(compressor, bits, files, tmp_path):
     """`rollout.memory` computes without allocating what a rollout then reports."""
-    out = run(files, tmp_path / "run", "--compressor", compressor, "--budget", "9", "--steps", "1", "--eval-data=")
+    options = ("--compressor", compressor, "--kv-bits", bits, "--budget", "9", "--steps", "1", "--eval-data=")
+    out = run(files, tmp_path / "run", *options)
     (metrics,) = lines(out / "metrics.jsonl")
     config = train.Config(**json.loads((out / "config.json").read_text()))
     how = {"dtype": torch.float32, "micro_tokens": config.micro_tokens}

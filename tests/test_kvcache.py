@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import random
@@ -14,7 +15,7 @@ import pytest
 import slow_policies as slow
 import torch
 import torch.nn.functional as F
-from helpers import cut_times, held_after, peak_bytes, replay, seeded, tiny_model
+from helpers import cut_times, held_after, peak_bytes, replay, rounded, seeded, tiny_model, token_by_token
 from torch import Tensor
 
 import kvcache
@@ -109,6 +110,11 @@ class Step:
     parts: dict[str, Tensor]
 
 
+def pools(compressor: str) -> bool:
+    """Whether this policy smooths its scores with a kernel."""
+    return "kernel" in inspect.signature(COMPRESSORS[compressor].score).parameters
+
+
 class Run:
     """A cache of random settings fed with random queries, keys and values: ragged prompts, then single tokens.
 
@@ -131,7 +137,7 @@ class Run:
         self.seeds = torch.randint(1 << 24, (B,), generator=noise)
 
         policy = COMPRESSORS[compressor]
-        if policy.queries:
+        if pools(compressor):
             policy = replace(policy, score=partial(policy.score, kernel=self.kernel))
         with mock.patch.dict(COMPRESSORS, {compressor: policy}):
             self.cache = KVCache(
@@ -163,6 +169,12 @@ class Run:
         B, K = self.keys.shape[1:3]
         return itertools.product(range(self.layers), range(len(self.steps[0])), range(B), range(K))
 
+    def heads(self):
+        """Every layer, row, KV head, and its past."""
+        for layer, b in itertools.product(range(self.layers), range(len(self.prompts))):
+            for k, past in enumerate(self.pasts(layer, b)):
+                yield layer, b, k, past
+
     def kept(self, layer: int, t: int, b: int, k: int) -> list[int]:
         """Positions held after step t, in the order of their slots."""
         step = self.steps[layer][t]
@@ -177,14 +189,17 @@ class Run:
         """Of each layer."""
         return [self.cache[layer].budget for layer in range(self.layers)]
 
-    def past(self, layer: int, b: int, k: int) -> slow.Past:
-        """What a slow policy needs to know about one KV head."""
+    def pasts(self, layer: int, b: int) -> list[slow.Past]:
+        """What a slow policy needs to know about a row, by KV head."""
         K, G = self.keys.shape[2], self.queries.shape[2] // self.keys.shape[2]
-        sees = [list(range(p + 1)) for p in range(self.prompts[b])]
-        sees += [self.before(layer, t, b, k) for t in range(1, len(self.steps[0]))]
-        draws = [slow.draw(int(self.seeds[b]), layer * K + k, p) for p in range(len(sees))]
-        heads = self.queries[layer, b, k * G : (k + 1) * G]
-        return slow.Past(heads.double(), self.keys[layer, b, k].double(), sees, draws)
+        heads: list[slow.Past] = []
+        for k in range(K):
+            sees = [list(range(p + 1)) for p in range(self.prompts[b])]
+            sees += [self.before(layer, t, b, k) for t in range(1, len(self.steps[0]))]
+            draws = [slow.draw(int(self.seeds[b]), layer * K + k, p) for p in range(len(sees))]
+            queries = self.queries[layer, b, k * G : (k + 1) * G].double()
+            heads.append(slow.Past(queries, self.keys[layer, b, k].double(), sees, draws, heads))
+        return heads
 
 
 EVICTING = [name for name, policy in COMPRESSORS.items() if policy.score]
@@ -197,10 +212,9 @@ def run(request) -> Run:
 
 def test_right_keys_survive_every_cut(run):
     """The kept sets are those of the slow formulas, for random shapes, windows and kernels."""
-    options = {"kernel": run.kernel} if COMPRESSORS[run.compressor].queries else {}
+    options = {"kernel": run.kernel} if pools(run.compressor) else {}
     cuts = 0
-    for layer, b, k in itertools.product(range(run.layers), *map(range, run.keys.shape[1:3])):
-        past = run.past(layer, b, k)
+    for layer, b, k, past in run.heads():
         for t in range(len(run.steps[layer])):
             held, kept = run.before(layer, t, b, k), run.kept(layer, t, b, k)
             if held != kept:
@@ -263,9 +277,8 @@ def test_scoring_leaves_the_cache_untouched(run):
 
 def test_token_attends_to_all_that_is_held_before_the_cut(run):
     """VeloxQuant-MLX 370: attend, then cut, at prefill as well; padding and empty slots are never attended."""
-    for layer, b, k in itertools.product(range(run.layers), *map(range, run.keys.shape[1:3])):
-        past, values = run.past(layer, b, k), run.values[layer, b, k].double()
-        G = len(past.queries)
+    for layer, b, k, past in run.heads():
+        G, values = len(past.queries), run.values[layer, b, k].double()
         for p, g in itertools.product(range(len(past.sees)), range(G)):
             weights = slow.softmax(past.logits(g, p, past.sees[p]))
             expected = values.new_tensor(list(weights.values())) @ values[list(weights)]  # (D,)
@@ -304,18 +317,20 @@ def test_right_keys_survive_every_cut_of_a_rollout(sampler, compressor):
     budgets = COMPRESSORS[compressor].layer_budgets(settings["budget"], c.layers, settings["window"])
     _, mask = replay(model, r)
     G, cuts = c.heads // c.kv_heads, 0
-    for layer, b, k in itertools.product(range(c.layers), range(len(prompts)), range(c.kv_heads)):
+    for layer, b in itertools.product(range(c.layers), range(len(prompts))):
         queries, keys = (x[b].double() for x in mask.seen[layer])
-        gone = r.evicted_at[layer][b, k].tolist()
-        sees = [[j for j in range(p + 1) if gone[j] > p] for p in range(len(keys[0]))]
-        numbers = [slow.draw(int(draws[b] * 2**24), layer * c.kv_heads + k, p) for p in range(len(sees))]
-        past = slow.Past(queries[k * G : (k + 1) * G], keys[k], sees, numbers)
-        for seen in cut_times(gone):
-            held, kept = [j for j in range(seen) if gone[j] >= seen], held_after(gone, seen)
-            recent = slow.recent(compressor, settings["window"], budgets[layer])
-            scores = slow.POLICIES[compressor](past, held, recent)
-            slow.assert_same_choice(kept, scores, held, recent, budgets[layer])
-            cuts += 1
+        evicted_at, heads = r.evicted_at[layer][b].tolist(), []
+        for k, gone in enumerate(evicted_at):
+            sees = [[j for j in range(p + 1) if gone[j] > p] for p in range(len(keys[0]))]
+            numbers = [slow.draw(int(draws[b] * 2**24), layer * c.kv_heads + k, p) for p in range(len(sees))]
+            heads.append(slow.Past(queries[k * G : (k + 1) * G], keys[k], sees, numbers, heads))
+        recent = slow.recent(compressor, settings["window"], budgets[layer])
+        for past, gone in zip(heads, evicted_at, strict=True):
+            for seen in cut_times(gone):
+                held, kept = [j for j in range(seen) if gone[j] >= seen], held_after(gone, seen)
+                scores = slow.POLICIES[compressor](past, held, recent)
+                slow.assert_same_choice(kept, scores, held, recent, budgets[layer])
+                cuts += 1
     assert cuts >= 3 * c.layers * c.kv_heads
 
 
@@ -435,6 +450,51 @@ def test_rkv_counts_similarities_below_the_threshold():
     assert keeps("rkv", [[1.0, 0, 0], [0, 1, 0], [0.2, 0.4, 0.8**0.5]], budget=2) == [0, 2]
 
 
+def test_tova_asks_the_newest_query_alone_and_all_heads_of_the_layer():
+    """TOVA 2401.06104: one kept set a layer, by the mean over its heads; the query before looked at key 0 alone.
+
+    By hand: KV head 0's query pays (1, 7, 1, 1) / 10, KV head 1's (3, 1, 5, 1) / 10: the mean is 0.2, 0.4, 0.3, 0.1.
+    """
+    pays = torch.tensor([[1.0, 7, 1, 1], [3, 1, 5, 1]]).log()  # (K, S)
+    before = torch.tensor([1.0, 0, 0, 0]).expand(2, 4)
+    parts = {
+        "keys": torch.stack([before, pays], dim=2)[None] * 2**0.5,  # (1, 2, 4, 2)
+        "queries": torch.tensor([[100.0, 0], [0, 1]]).expand(1, 2, 2, 2),  # (B, H, W, D): position 3 lies at 3 mod 2
+        "positions": torch.arange(4).int().expand(1, 2, 4),
+    }
+    scores = kvcache.tova(Held(parts, slice(1), seen=torch.tensor([4]), recent=1))
+    assert torch.allclose(scores[0], torch.tensor([0.2, 0.4, 0.3, 0.1]).expand(2, 4))
+
+
+def test_scissorhands_counts_how_often_a_key_is_attended_above_the_average():
+    """Scissorhands 2305.17118: of three keys each is pivotal once, though their sums are 0.7, 0.5 and 0.6.
+
+    By hand: the first query sees three keys and pays (6, 1, 3) / 10, the average is 1/3; the second pays
+    (1, 4, 3, 2) / 10, the average is 1/4.
+    """
+    first, second = torch.tensor([[6.0, 1, 3, 9], [1, 4, 3, 2]]).log()
+    parts = {
+        "keys": torch.stack([first, second], dim=1)[None, None] * 2**0.5,  # (1, 1, 4, 2)
+        "queries": torch.eye(2)[None, None],  # (1, 1, 2, 2): those of positions 2 and 3
+        "positions": torch.arange(4).int()[None, None],
+    }
+    held = Held(parts, slice(1), seen=torch.tensor([4]), recent=1)
+    assert kvcache.scissorhands(held)[0, 0].tolist() == [1, 1, 1, 0]
+
+
+def test_keynorm_keeps_the_small_norms():
+    """2406.11430: by the L2 norm; of (3, 4), (-1, 0), (6, 0), (0, 5.5) the first two."""
+    assert keeps("keynorm", [[3.0, 4], [-1, 0], [6, 0], [0, 5.5], [9, 9]], budget=3) == [0, 1, 4]
+
+
+def test_keynorm_keeps_the_newer_of_two_keys_that_are_one_but_for_their_rotation():
+    """A token's keys in the first layer, at many positions: their norms differ by rounding alone, and are equal."""
+    turned = torch.arange(40) * 0.7
+    keys = 5 * torch.stack([turned.cos(), turned.sin()], dim=1)
+    assert keys.norm(dim=1).unique().numel() > 1
+    assert keeps("keynorm", keys.tolist(), budget=10) == list(range(30, 40))
+
+
 def test_snapkv_pools_over_older_neighbours_only():
     """SnapKV 2404.14469: key 3 is attended most and lifts its 3 neighbours; the window's own key 8 lifts none."""
     keys = [[0.0], [0.0], [0.0], [5.0], [0.0], [0.0], [0.0], [0.0], [9.0]]
@@ -510,6 +570,9 @@ def test_a_cache_does_not_change_the_settings_of_the_next():
 # -------------------------------------------------------------------------------------------------------- memory
 
 
+KINDS = [(name, 0) for name in COMPRESSORS] + [("full", 8), ("snapkv", 4), ("h2o", 2)]  # policies and bits
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_keys_and_values_take_exactly_the_bytes_of_their_slots(compressor, dtype):
@@ -521,8 +584,8 @@ def test_keys_and_values_take_exactly_the_bytes_of_their_slots(compressor, dtype
     assert cache.nbytes["keys"] + cache.nbytes["values"] == expected
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS)
-def test_memory_stays_where_it_is_through_a_rollout(compressor):
+@pytest.mark.parametrize(("compressor", "kv_bits"), KINDS)
+def test_memory_stays_where_it_is_through_a_rollout(compressor, kv_bits):
     """After the prompts were expanded to their groups no step, cut or dropped row moves a byte."""
     seen = set()
     attend = LayerCache.attend
@@ -536,16 +599,17 @@ def test_memory_stays_where_it_is_through_a_rollout(compressor):
     model = tiny_model()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerCache, "attend", watched)
-        r = recorded(model, compressor)
+        r = recorded(model, compressor, kv_bits=kv_bits)
     assert r.response_lengths.min() < r.response_lengths.max()  # rows were dropped
     assert len(seen) == model.config.layers
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS)
-def test_dropped_rows_leave_the_others_whole(compressor):
+@pytest.mark.parametrize(("compressor", "kv_bits"), KINDS)
+def test_dropped_rows_leave_the_others_whole(compressor, kv_bits):
     """Rows are compacted in place with all that belongs to them, whatever a policy keeps beside."""
     model = tiny_model()
-    cache = cache_for(model.config, 5, 99, compressor=compressor, seeds=torch.arange(5), **SMALL)
+    how = {"compressor": compressor, "seeds": torch.arange(5), "kv_bits": kv_bits}
+    cache = cache_for(model.config, 5, 99, **how, **SMALL)
     model.hidden(torch.randint(31, (5, 18), generator=seeded(0)), cache=cache)
     before = [{name: part.clone() for name, part in layer.parts.items()} for layer in cache]
     order = cache.compact(torch.tensor([False, True, False, True, True]))
@@ -555,7 +619,7 @@ def test_dropped_rows_leave_the_others_whole(compressor):
 
 
 @pytest.mark.parametrize("rows", [4, 3])
-@pytest.mark.parametrize("compressor", ["streaming", "random", "h2o", "snapkv", "snapkv-mean", "rkv"])
+@pytest.mark.parametrize("compressor", [name for name in EVICTING if name != "pyramidkv"])
 def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
     """Gathering all layers at once would make the peak rise by half. (R-KV's cosines never exist whole.)"""
     B, H, K, D, budget, buffer = 4, 4, 2, 64, 96, 16
@@ -572,6 +636,141 @@ def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
     assert 0 < peak <= 2 * B * K * budget * D * 4
 
 
+# ---------------------------------------------------------------------------------------------------- fewer bits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("compressor", "kv_bits"), [*((name, 4) for name in COMPRESSORS), ("full", 2), ("snapkv", 8), ("snapkv", 2)]
+)
+def test_quantised_sampling_equals_each_steps_attention_over_what_the_cache_held(compressor, kv_bits):
+    """A key is exact while it is among the W newest and rounded later, so one forward under one mask is not enough.
+
+    Against a slow path that rounds by itself, a token at a time; in fp64, as a last bit flips a level. Ragged prompts,
+    several cuts, groups, early ends.
+    """
+    model = tiny_model(dtype=torch.float64)
+    r = recorded(model, compressor, kv_bits=kv_bits)
+    assert r.response_lengths.min() < r.response_lengths.max()
+    assert (token_by_token(model, r, kv_bits, SMALL["window"]) - r.logp_sparse).abs().max() < 1e-9
+    assert (replay(model, r)[0] - r.logp_sparse).abs().max() > 1e-4  # of exact keys
+
+
+@torch.no_grad()
+def test_quantised_sampling_at_its_edge():
+    """Buffer 1, a window longer than the prompt, and prompts of a token, which give no scale."""
+    model = tiny_model(dtype=torch.float64)
+    how = {"group_size": 1, "max_new_tokens": 30, "eos_ids": [], "record": True, "generator": seeded(2)}
+    r = rollout(model, [[7], [8]], budget=9, buffer=1, window=8, kv_bits=4, **how)
+    assert (token_by_token(model, r, 4, 8) - r.logp_sparse).abs().max() < 1e-9
+    r = rollout(model, [[7], [8, 9]], compressor="full", window=100, kv_bits=2, **how)  # more exact than ever held
+    assert (replay(model, r)[0] - r.logp_sparse).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_number_moves_by_half_a_step_at_most(bits):
+    """2^bits levels from the smallest to the largest of each 32 neighbours; what is packed again stays what it is."""
+    x = 3 * torch.randn(5, 7, 64, generator=seeded(0), dtype=torch.float64) + 1
+    packed, ranges = kvcache.pack(x, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (5, 7, 64 * bits // 8) and ranges.shape == (5, 7, 2, 2)
+    left = kvcache.unpack(packed, ranges, bits, x.dtype)
+    groups = x.unflatten(-1, (2, 32))
+    step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / (2**bits - 1)
+    assert ((left - x).unflatten(-1, (2, 32)).abs() <= step / 2 + 2**-11 * groups.abs().amax()).all()  # fp16 ranges
+    assert len(left[0, 0, :32].unique()) <= 2**bits
+    assert left[0, 0].tolist() == rounded(x[0, 0].tolist(), bits, 32)
+    assert torch.equal(kvcache.unpack(*kvcache.pack(left, bits), bits, x.dtype), left)
+
+
+def test_levels_share_a_byte():
+    """By hand: -1 to 14 in 16 levels, two a byte, the first in the low half; 0 to 3 in 4 levels, four a byte."""
+    packed, ranges = kvcache.pack(torch.tensor([-1.0, 14, 0, 2.4]), 4)
+    assert packed.tolist() == [0 + 16 * 15, 1 + 16 * 3] and ranges.tolist() == [[-1, 1]]
+    assert kvcache.unpack(packed, ranges, 4, torch.float32).tolist() == [-1, 14, 0, 2]
+    packed, ranges = kvcache.pack(torch.tensor([3.0, 2, 0, 1]), 2)
+    assert packed.tolist() == [3 + 4 * 2 + 16 * 0 + 64 * 1] and ranges.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("x", [[5.0] * 8, [0.0] * 8, [1e-9] + [0.0] * 7, [3e38, -3e38] * 4], ids=str)
+def test_no_numbers_make_what_is_left_of_them_infinite(x):
+    """Equal numbers have a step of 0, tiny ones one below fp16's, and huge ones are cut to its largest."""
+    x = torch.tensor(x)
+    left = kvcache.unpack(*kvcache.pack(x, 4), 4, torch.float32)
+    assert left.isfinite().all()
+    assert (left - x).abs().max() < 1e-7 or x.abs().max() > 65504
+
+
+def test_a_cut_moves_levels_and_does_not_round_again():
+    """After ten cuts each level and range is still that of the key it was made of."""
+    cache = KVCache(
+        rows=1, layers=1, heads=2, kv_heads=2, head_dim=8, max_length=0, compressor="snapkv", budget=16, buffer=4,
+        window=4, kv_bits=4,
+    )  # fmt: skip
+    x = torch.randn(1, 2, 60, 8, generator=seeded(0))
+    x[:, :, :3] *= 3  # attended to longest
+    cache[0].attend(*[x[:, :, :20]] * 3, torch.arange(20)[None])
+    for p in range(20, 60):
+        cache[0].attend(*[x[:, :, p, None]] * 3, torch.tensor([[p]]))
+    parts = cache[0].parts
+    assert cache[0].length.tolist() == [16] and parts["positions"].min() < 20
+    for name, scale in (("key", parts["key_scale"]), ("value", 1)):
+        packed, ranges = kvcache.pack(x / scale, 4)  # (1, 2, 60, ...)
+        for k in range(2):
+            kept = parts["positions"][0, k, :16].long()
+            assert torch.equal(parts[f"{name}s"][0, k, :16], packed[0, k, kept])
+            assert torch.equal(parts[f"{name}_ranges"][0, k, :16], ranges[0, k, kept])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_bits", [2, 4, 8])
+def test_quantised_keys_and_values_take_exactly_their_bits(kv_bits, dtype):
+    """Levels, a range of 4 bytes for each 32 neighbours, W exact tokens, a scale a channel: 0.16 of fp32 at 4 bits."""
+    c, budget, W = tiny_model(layers=3, head_dim=64).config, 504, 8
+    cache = cache_for(c, 5, 77, budget=budget, buffer=8, window=W, kv_bits=kv_bits, dtype=dtype)
+    heads, slots = 2 * 3 * 5 * c.kv_heads, budget + 8
+    expected = {
+        "keys": heads * slots * 64 * kv_bits // 8,
+        "key_ranges": heads * slots * 2 * 4,
+        "newest_keys": heads * W * 64 * dtype.itemsize,
+    }
+    for name, size in expected.items():
+        assert cache.nbytes[name] + cache.nbytes[name.replace("key", "value")] == size
+    assert cache.nbytes["key_scale"] == heads // 2 * 64 * dtype.itemsize
+    held = sum(part.untyped_storage().nbytes() for layer in cache for part in layer.parts.values())
+    assert held == sum(cache.nbytes.values())
+    if (kv_bits, dtype) == (4, torch.float32):
+        assert 0.15 < sum(expected.values()) / (heads * slots * 64 * 4) < 0.18
+
+
+@pytest.mark.parametrize("compressor", ["full", "snapkv", "h2o", "rkv"])
+def test_no_more_than_one_layers_keys_and_values_are_ever_whole(compressor):
+    """A step through eight layers, cuts included, takes far less than the keys and values of all of them in fp32."""
+    B, K, D, S, L = 4, 2, 64, 112, 8
+    cache = KVCache(
+        rows=B, layers=L, heads=K, kv_heads=K, head_dim=D, max_length=S, compressor=compressor, budget=96, buffer=16,
+        kv_bits=4,
+    )  # fmt: skip
+    x = torch.randn(B, K, S, D, generator=seeded(0))
+
+    def step(first: int, last: int) -> None:
+        for layer in cache:
+            layer.attend(*[x[:, :, first:last]] * 3, torch.arange(first, last).expand(B, -1))
+
+    step(0, S - 1)
+    layer = 2 * B * K * S * D * 4  # bytes of its keys and values
+    assert 0 < peak_bytes(lambda: step(S - 1, S)) < 2.5 * layer < L * layer / 3
+
+
+def test_fewer_bits_move_the_sampler_further():
+    """8 bits are close to none, and 2 are far from it."""
+    model = tiny_model(dtype=torch.float64)
+    away = []
+    for kv_bits in (8, 4, 2):
+        r = recorded(model, "full", kv_bits=kv_bits)
+        away.append(float((replay(model, r)[0] - r.logp_sparse).abs().max()))
+    assert 0 < away[0] < 0.05 < away[1] < away[2]
+
+
 # ------------------------------------------------------------------------------------------------------ bad settings
 
 
@@ -583,6 +782,8 @@ def test_cut_allocates_at_most_one_layers_survivors(compressor, rows):
         ({"budget": 12, "window": 8, "compressor": "streaming"}, "budget 12 must exceed the window of 8 [+] 4 sinks"),
         ({"buffer": 0}, "buffer 0 and window 8 must be at least 1"),
         ({"window": 0}, "buffer 128 and window 0 must be at least 1"),
+        ({"kv_bits": 3}, "kv_bits 3 must be 2, 4 or 8, or 0"),
+        ({"kv_bits": 4, "window": 0, "compressor": "full"}, "buffer 128 and window 0 must be at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_a_sentence(settings, sentence):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import cut_times, peak_bytes, replay, seeded, tiny_model
+from helpers import cut_times, peak_bytes, replay, seeded, tiny_model, token_by_token
 from runs_of_train import assert_same_run, lines, run
 from torch import Tensor
 
@@ -52,36 +52,6 @@ def test_the_replay_learner_is_the_policy_that_sampled(compressor, dtype, tolera
     if compressor != "full" and dtype == torch.float32:
         dense, _ = rescore(model, r, micro_tokens=150)
         assert (dense - r.logp_sparse).abs().max() > 1e-2
-
-
-class Growing:
-    """Stands in for a cache that takes a token at a time: each query head sees the keys that its record still holds."""
-
-    def __init__(self, evicted_at: Tensor):
-        self.evicted_at, self.keys, self.values = evicted_at.tolist(), [], []  # [K][T]
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        p, heads, (H, K, D) = int(positions), [], (queries.shape[1], keys.shape[1], keys.shape[3])
-        self.keys.append(keys[0, :, 0])
-        self.values.append(values[0, :, 0])
-        for h in range(H):
-            k = h * K // H
-            held = [j for j in range(p + 1) if p < self.evicted_at[k][j]]
-            weights = torch.stack([queries[0, h, 0] @ self.keys[j][k] / D**0.5 for j in held]).softmax(0)
-            heads.append(sum(w * self.values[j][k] for w, j in zip(weights, held, strict=True)))
-        return torch.stack(heads)[None, :, None]
-
-
-def token_by_token(model: Decoder, r: Rollout) -> Tensor:
-    """The same log-probs (N, R), each step's attention taken over the keys held then."""
-    out = torch.zeros_like(r.logp_sparse)
-    for i, (P, n) in enumerate(zip(r.prompt_lengths.tolist(), r.lengths.tolist(), strict=True)):
-        cache = [Growing(layer[i]) for layer in r.evicted_at]
-        for t in range(n - 1):
-            logp = model(r.tokens[i : i + 1, t : t + 1], torch.tensor([[t]]), cache)[0, 0].log_softmax(-1)
-            if t + 1 >= P:
-                out[i, t + 1 - P] = logp[r.tokens[i, t + 1]]
-    return out
 
 
 @pytest.mark.parametrize(

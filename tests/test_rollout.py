@@ -92,15 +92,21 @@ def test_in_bf16_a_response_does_not_depend_on_longer_prompts_beside_it(compress
     assert torch.equal(beside.logp_sparse[:6], alone.logp_sparse)
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS)
-def test_a_row_does_not_depend_on_its_batch_mates(compressor):
-    """R-KV scores row 1 with row 0's redundancy. Row i alone meets its own uniform numbers again."""
-    model, prompts = tiny_model(), [*PROMPTS, [9] * 16, [1, 3] * 9]  # cut together, apart, ending early
-    batch = sparse(model, prompts, group_size=1, compressor=compressor, record=True, generator=seeded(10))
+@pytest.mark.parametrize(
+    ("compressor", "kv_bits"), [*((name, 0) for name in COMPRESSORS), ("full", 8), ("snapkv", 4), ("h2o", 2)]
+)
+def test_a_row_does_not_depend_on_its_batch_mates(compressor, kv_bits):
+    """R-KV scores row 1 with row 0's redundancy. Row i alone meets its own uniform numbers again.
+
+    Where keys are rounded in fp64: a last bit flips a level.
+    """
+    model = tiny_model(dtype=torch.float64 if kv_bits else torch.float32)
+    prompts = [*PROMPTS, [9] * 16, [1, 3] * 9]  # cut together, apart, ending early
+    how = {"group_size": 1, "compressor": compressor, "kv_bits": kv_bits, "record": True}
+    batch = sparse(model, prompts, generator=seeded(10), **how)
     assert batch.response_lengths.min() < batch.response_lengths.max()
     for i, prompt in enumerate(prompts):
-        generator = seeded(10, skip=i * (1 + R))
-        alone = sparse(model, [prompt], group_size=1, compressor=compressor, record=True, generator=generator)
+        alone = sparse(model, [prompt], generator=seeded(10, skip=i * (1 + R)), **how)
         assert_same_row(batch, i, alone)
 
 
