@@ -283,8 +283,8 @@ def token_logprobs(
 ) -> tuple[Tensor, ...]:
     """Log-prob of targets (...) and, if asked for, entropy (...), in nats, of softmax(head(hidden) / temperature).
 
-    hidden (..., hidden). The head is applied to `chunk` tokens at a time, and again in the backward pass, so that
-    never more than chunk x V logits exist. The entropy carries no gradient.
+    hidden (..., hidden). The head is applied to `chunk` tokens at a time, and but for the last of them again in the
+    backward pass, so that never more than chunk x V logits exist. The entropy carries no gradient.
     """
 
     def piece(h: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -296,7 +296,8 @@ def token_logprobs(
         return found, -every.exp().mul_(every).sum(-1)
 
     apply = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
-    outputs = map(apply, hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk))
+    *others, last = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True)
+    outputs = [*(apply(*some) for some in others), piece(*last)]  # with the last the backward pass begins
     return tuple(torch.cat(parts).view(targets.shape) for parts in zip(*outputs, strict=True))
 
 

@@ -88,7 +88,7 @@ class Config(Shared):
     beta2: float = option(0.98, "AdamW beta2", at_least=0, below=1)
     weight_decay: float = option(0.1, "AdamW weight decay", at_least=0, at_most=1000)
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; inf never clips", above=0)
-    micro_tokens: int = option(8192, "padded tokens in one forward and backward pass", at_least=1, at_most=2**31)
+    micro_tokens: int = option(1024, "padded tokens in one forward and backward pass", at_least=1, at_most=2**31)
     dtype: str = option("float32", "bfloat16 computes in it, over float32 weights", choices=("float32", "bfloat16"))
     gradient_checkpointing: bool = option(False, "keep one activation a layer, compute the others again")
     # Reports
