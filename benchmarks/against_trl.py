@@ -126,7 +126,10 @@ def measured(side: str, args: argparse.Namespace) -> dict:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(f"{side} failed:\n{result.stderr[-3000:]}")
-    return json.loads(result.stdout.splitlines()[-1])
+    report = json.loads(result.stdout.splitlines()[-1])
+    spent = "; ".join(", ".join(f"{part} {value:.1f}" for part, value in step.items()) for step in report["steps"])
+    print(f"{side}: {spent} s; peak {report['peak'] / 1e9:.1f} GB", file=sys.stderr, flush=True)
+    return report
 
 
 def main() -> None:
@@ -170,7 +173,6 @@ def show(turns: list[dict]) -> None:
         middle[side] = {part: statistics.median(step.get(part, 0) for step in steps) for part in PARTS}
         middle[side]["peak GB"] = max(turn[side]["peak"] for turn in turns) / 1e9
         lines.append([side, *(f"{value:.1f}" for value in middle[side].values())])
-        print(f"{side}, each step: " + ", ".join(f"{step['whole']:.1f}" for step in steps))
     ratios = {name: middle["trl"][name] / value if value else 0 for name, value in middle["ours"].items()}
     lines.append(["ratio", *(f"{ratio:.2f}" if ratio else "" for ratio in ratios.values())])
     print(table(["seconds a step", *middle["ours"]], lines))
