@@ -309,8 +309,8 @@ class LayerCache:
         if queries.shape[2] > 1 and self.length.any():
             raise ValueError("a cache takes many tokens (prefill) only while it is empty, then one at a time")
         newest = {"queries": queries, "newest_keys": keys, "newest_values": values}
-        row = torch.arange(len(queries), device=queries.device)[:, None]
         for name in newest.keys() & self.parts.keys():  # a ring: what came at position p lies at p mod W
+            row = torch.arange(len(queries), device=queries.device)[:, None]
             W, new = self.parts[name].shape[2], newest[name].transpose(1, 2)  # (B, T, heads, D)
             self.parts[name][row, :, positions[:, -W:] % W] = new[:, -W:]
         step = self._decode if queries.shape[2] == 1 else self._prefill

@@ -18,13 +18,12 @@ the smallest KL at a half and at a fifth of the dense bytes.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,7 +31,7 @@ from answers import is_correct
 from eval import names as policies
 from experiments.commas import numbers
 from experiments.plot import pyplot
-from experiments.records import arguments, made_by, read_results, shown
+from experiments.records import arguments, made_by, mean_stderr, read_results, shown
 from grpo import log_ratio, mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, load_model
@@ -131,15 +130,10 @@ class Ground:
         return rollout_batches(self.model, ids, generator=generator, progress=True, **how, **cache)
 
 
-def mean_stderr(each: Tensor) -> tuple[float, float]:
-    """Mean over responses (N,), and its standard error."""
-    return float(each.mean()), float(each.std() / len(each) ** 0.5)
-
-
 @torch.no_grad()
 def led(model: Decoder, r: Rollout, **cache) -> dict:
     """A cache led along the responses of r: the exact KL(pi_old || pi_sparse) of each, bytes, and the tokens saved."""
-    (N, T), c, weight, n = r.tokens.shape, model.config, model.embed_tokens.weight, r.response_lengths
+    (N, T), c, weight = r.tokens.shape, model.config, model.embed_tokens.weight
     prompts = [r.tokens[i, :length].tolist() for i, length in enumerate(r.prompt_lengths)]
     held = cache_for(c, N, T, seeds=torch.arange(N), dtype=weight.dtype, device=weight.device, **cache)
     tokens, row, cached = r.tokens.to(weight.device), torch.arange(N), 0.0
@@ -151,13 +145,12 @@ def led(model: Decoder, r: Rollout, **cache) -> dict:
         old, sparse = (x.double().log_softmax(-1) for x in (model.head(dense[row, at - 1]), logits))  # (N, V) each
         kl[:, t] = (old.exp() * (old - sparse)).sum(-1).cpu()
         logits = model.head(model.hidden(tokens[row, at][:, None], at[:, None].to(weight.device), held))[:, 0]
-    each = (kl * r.mask).sum(1) / n  # (N,)
-    mean, stderr = mean_stderr(each)
+    found = mean_stderr(((kl * r.mask).sum(1) / r.response_lengths).tolist())
     return {
         "bytes": sum(held.nbytes.values()) / N,
         "dense_bytes": 2 * c.layers * c.kv_heads * c.head_dim * T * weight.element_size(),
-        "kv_saved": 1 - cached / float((n * r.prompt_lengths + n * (n - 1) // 2).sum()),
-        **{"kl": mean, "kl_stderr": stderr, "kl_each": each.tolist()},
+        "kv_saved": replace(r, cached_tokens=cached).statistics["kv_saved"],
+        **{"kl": found["mean"], "kl_stderr": found["stderr"], "kl_each": found["values"]},
     }
 
 
@@ -165,12 +158,12 @@ def sampled(ground: Ground, r: Rollout, epsilon: float) -> dict:
     """What the responses of a cell's own sampler are."""
     logp_old, _ = rescore(ground.model, r, micro_tokens=8192)
     log_xi = log_ratio(logp_old, r.logp_sparse, r.mask)  # (N, R), 0 in the padding
-    mean, stderr = mean_stderr((log_xi.expm1() - log_xi).sum(1) / r.response_lengths)
+    kl = mean_stderr(((log_xi.expm1() - log_xi).sum(1) / r.response_lengths).tolist())
     texts = [response_text(ground.tokenizer, r.response(i), ground.eos_ids) for i in range(len(ground.prompts))]
     right = [is_correct(text, prompt.answer) for text, prompt in zip(texts, ground.prompts, strict=True)]
     found = mismatch_metrics(logp_old, r.logp_sparse, r.mask, epsilon)
     kept = {name: found[name] for name in ("rejected", "xi_p01")}
-    return {"sampler_kl": mean, "sampler_kl_stderr": stderr, **kept, "accuracy": sum(right) / len(right)}
+    return {"sampler_kl": kl["mean"], "sampler_kl_stderr": kl["stderr"], **kept, "accuracy": sum(right) / len(right)}
 
 
 def compared(config: Settings) -> dict:
@@ -216,8 +209,8 @@ def winner(cells: list[dict], most: float) -> tuple[dict, list[dict]] | None:
         return None
     best, *others = within
     each = [torch.tensor(cell["kl_each"], dtype=torch.float64) for cell in within]  # (N,) each
-    above = [mean_stderr(kl - each[0]) for kl in each[1:]]
-    return best, [cell for cell, (mean, stderr) in zip(others, above, strict=True) if mean < 2 * stderr]
+    above = [mean_stderr((kl - each[0]).tolist()) for kl in each[1:]]
+    return best, [cell for cell, found in zip(others, above, strict=True) if found["mean"] < 2 * found["stderr"]]
 
 
 def report(cells: list[dict]) -> str:

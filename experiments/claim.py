@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from plot import draw, draw_map, pyplot, read_run, series
 
 from experiments.commas import numbers
-from experiments.records import ROOT, arguments, made_by, read_results, shown
+from experiments.records import ROOT, arguments, made_by, mean_stderr, read_results, shown, shown_mean
 from runs import append, check_options, checkpoints, flag, one_sentence, option, parse_config, table, write_json
 from task import ASSETS
 
@@ -230,19 +230,6 @@ def finish(jobs: dict[str, Callable[[], dict]], file: Path, workers: int) -> lis
 
 
 # ------------------------------------------------------------------------------------------------ summaries
-
-
-def mean_stderr(values: list[float]) -> dict:
-    """Mean, and standard error over seeds (None for a single one)."""
-    stderr = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "stderr": stderr, "values": values}
-
-
-def shown_mean(value: dict | None) -> str:
-    """Mean +- standard error, if there is one, as text."""
-    if value is None:
-        return ""
-    return f"{value['mean']:.3f}" + ("" if value["stderr"] is None else f" +- {value['stderr']:.3f}")
 
 
 def final(run: dict, decoding: str = "dense") -> list[float]:

@@ -29,13 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import warm_start
 import words
-from claim import shown_mean
 from plot import read_run
 
 import eval as evaluation
 import train
 from experiments.commas import numbers
-from experiments.records import arguments, made_by, read_results
+from experiments.records import arguments, made_by, read_results, shown_mean
 from runs import append, check_options, checkpoints, one_sentence, option, parse_config, table
 from task import ASSETS
 

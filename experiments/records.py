@@ -1,10 +1,11 @@
-"""Results as JSONL, a line a run: how each was made, and reading them."""
+"""Results as JSONL, a line a run: how each was made, reading them, and their means."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -54,3 +55,16 @@ def read_results(file: Path) -> dict[str, dict]:
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{file}, line {number} is no result: delete it, and its run is made again") from None
     return results
+
+
+def mean_stderr(values: list[float]) -> dict:
+    """Mean, and standard error of a mean over seeds or responses (None for a single one)."""
+    stderr = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "stderr": stderr, "values": values}
+
+
+def shown_mean(value: dict | None) -> str:
+    """Mean +- standard error, if there is one, as text."""
+    if value is None:
+        return ""
+    return f"{value['mean']:.3f}" + ("" if value["stderr"] is None else f" +- {value['stderr']:.3f}")
