@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -262,7 +263,6 @@ def main(argv: list[str] | None = None) -> None:
     config, given = parse_config(Settings, argv, PROGRAM, "Bytes of a cache against the KL of its sampler.")
     with one_sentence(PROGRAM):
         cells, file = planned(config), Path(config.out)
-        pyplot()  # better missing now than after the runs
         finished = read_results(file)
         for result in finished.values():
             if other := [key for key, x in compared(config).items() if result["settings"].get(key) != x]:
@@ -273,8 +273,12 @@ def main(argv: list[str] | None = None) -> None:
             finished = read_results(file)
         results = [*finished.values()]
         print(report(results))
-        draw(results, file.with_suffix(".png"))
-    print(f"results are in {file}, the figure is {file.with_suffix('.png')}")
+        print(f"results are in {file}")
+        if find_spec("matplotlib"):
+            draw(results, file.with_suffix(".png"))
+            print(f"the figure is {file.with_suffix('.png')}")
+        else:  # what was measured does not depend on it
+            print("no figure: pip install -r requirements-dev.txt, and the same command draws it")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import shlex
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -38,7 +39,11 @@ def test_the_map_of_caches_has_a_line_for_each_cell(files, tmp_path, capsys):
     assert all(cell["kv_saved"] > 0 and cell["kl"] > 0 for cell in others if cell["budget"] == 8)
     printed = capsys.readouterr().out
     assert all(cell["name"] in printed for cell in cells) and "within a half of the dense bytes: " in printed
-    assert (tmp_path / "r.png").stat().st_size > 1000 and full["commit"] and full["settings"]["seed"] == 0
+    assert full["commit"] and full["settings"]["seed"] == 0
+    if find_spec("matplotlib"):
+        assert (tmp_path / "r.png").stat().st_size > 1000
+    else:
+        assert "no figure: pip install -r requirements-dev.txt" in printed
     again = tmp_path / "again.jsonl"
     caches.main([*shlex.split(others[4]["command"])[2:], "--out", str(again)])
     assert json.loads(again.read_text()) == others[4]
