@@ -23,7 +23,7 @@ PANELS = (  # column, title
     ("rejected", "share with some xi < epsilon"),
     ("grad_norm", "gradient norm"),
     ("entropy", "entropy, nats a token"),
-    ("kv_saved", "KV tokens saved"),
+    ("xi_p01", "xi, its first percentile over tokens"),
 )
 
 

@@ -23,18 +23,20 @@ import shutil
 import statistics
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import warm_start
 import words
-from plot import read_run
+from plot import draw, read_run
 
 import eval as evaluation
 import train
 from experiments.commas import numbers
-from experiments.records import arguments, made_by, read_results, shown_mean
+from experiments.records import arguments, made_by, mean_stderr, read_results, shown_mean
 from runs import append, check_options, checkpoints, one_sentence, option, parse_config, table
 from task import ASSETS
 
@@ -170,6 +172,36 @@ def report(lines: list[dict]) -> str:
     return table(["arm", "seed", *map(" ".join, kinds), *MEANS, "collapsed", "minutes"], rows)
 
 
+def summary(lines: list[dict]) -> str:
+    """A table of the arms after training: means over seeds, +- standard error, and their differences seed by seed."""
+    after: dict[str, dict[int, dict]] = {}  # {arm: {seed: {(kind, mode): accuracy}}}
+    for line in lines:
+        cells = {
+            (kind, mode): cell["accuracy"] for kind, found in line["after"].items() for mode, cell in found.items()
+        }
+        after.setdefault(line["arm"], {})[line["seed"]] = cells
+    columns, rows = list(cells), []
+
+    def add(name: str, found: list[dict]) -> None:
+        rows.append([name, len(found), *(shown_mean(mean_stderr([x[column] for x in found])) for column in columns)])
+
+    for arm, seeds in after.items():
+        add(arm, list(seeds.values()))
+    for other, one in combinations(after, 2):
+        pairs = [(after[one][seed], after[other][seed]) for seed in after[one] if seed in after[other]]
+        if pairs:
+            add(f"{one} - {other}", [{column: a[column] - b[column] for column in columns} for a, b in pairs])
+    return table(["after training", "seeds", *map(" ".join, columns)], rows)
+
+
+def curves(line: dict) -> dict:
+    """A finished run as plot.py takes it: greedy accuracy before the first step and after the last."""
+    at = {"before": 0, "after": line["metrics"][-1]["step"]}
+    cells = [(when, *cell) for when in WHEN for cell in line[when]["greedy"].items()]
+    found = [{"step": at[when], "decoding": mode, **cell} for when, mode, cell in cells]
+    return {"settings": line["settings"], "metrics": line["metrics"], "evaluations": found}
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config, _ = parse_config(Settings, argv, "experiments/real.py", "A pretrained model under a compressed cache.")
@@ -180,7 +212,13 @@ def main(argv: list[str] | None = None) -> None:
                 if (arm, seed) not in finished(config):
                     finish(config, model, arm, seed)
                     print(report(list(finished(config).values())), flush=True)
-        print(report(list(finished(config).values())))
+        lines = list(finished(config).values())
+        print(report(lines), summary(lines), sep="\n\n")
+        if find_spec("matplotlib"):
+            arms = {arm: [curves(line) for line in lines if line["arm"] == arm] for arm in ARMS}
+            file = Path(config.out) / f"{config.setting}.png"
+            draw({arm: runs for arm, runs in arms.items() if runs}, file)
+            print(f"the figure is {file}")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_a_run_that_was_stopped_is_resumed_and_one_that_fails_is_named(claim, tm
 
 def test_stopping_it_summarises_what_is_finished(claim, tmp_path, monkeypatch, capsys):
     """Ctrl-C in the third run: exit code 130, and the summary tells of two runs of three."""
-    columns = (*(column for column, _ in sys.modules["plot"].PANELS), "response_length", "step")
+    columns = (*(column for column, _ in sys.modules["plot"].PANELS), "kv_saved", "response_length", "step")
     finished = result("dense", 1, [0.9]) | {"commit": "", "seconds": 1, "metrics": [dict.fromkeys(columns, 1)]}
 
     def train_run(name, arm, given, out):

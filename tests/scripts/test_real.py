@@ -54,7 +54,23 @@ def test_one_command_goes_from_problems_to_compared_arms(toy, tmp_path, monkeypa
     monkeypatch.setattr(real.train, "main", None)  # nothing may run
     monkeypatch.setattr(real.evaluation, "main", None)
     real.main([*toy, "--seeds", "1,2"])
-    assert capsys.readouterr().out.splitlines() == printed[-len(order) - 2 :]
+    again = capsys.readouterr().out.splitlines()
+    assert again == printed[-len(again) :] and sum("naive - dense" in line for line in again) == 1
+
+
+def test_arms_are_compared_seed_by_seed():
+    """Means +- standard error of each arm, and the difference over the seeds that both have, not that of the means."""
+
+    def line(arm: str, seed: int, accuracy: float) -> dict:
+        return {"arm": arm, "seed": seed, "after": {"greedy": {"dense": {"accuracy": accuracy}}}}
+
+    found = [line("dense", 1, 0.9), line("naive", 1, 0.7), line("dense", 2, 0.5), line("naive", 2, 0.4)]
+    rows = real.summary([*found, line("naive", 3, 0.1)]).splitlines()[2:]
+    assert [row.split() for row in rows] == [
+        ["dense", "2", "0.700", "+-", "0.200"],
+        ["naive", "3", "0.400", "+-", "0.173"],
+        ["naive", "-", "dense", "2", "-0.150", "+-", "0.050"],
+    ]
 
 
 def test_a_killed_run_is_resumed_and_ends_as_if_it_had_not_been(toy, tmp_path, monkeypatch, capsys):
