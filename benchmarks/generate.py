@@ -2,10 +2,12 @@
 
     pip install -r requirements-dev.txt      # transformers is a tool for development, nothing else imports it
     python benchmarks/generate.py --model FOLDER
+    python benchmarks/generate.py --model FOLDER --kvpress     # pip install kvpress==0.5.5, an environment of its own
 
 Both continue the same prompt to the same length, sampling at temperature 1 from the whole vocabulary, with no EOS.
 Ours does more: it records the log-prob of each token, and its uniform numbers are per row. `dense` is the cache that
-never evicts, the others are cut to --budget. The ratios are to transformers in the same dtype.
+never evicts, the others are cut to --budget; with --kvpress generate's cache as well, by its DecodingPress of SnapKV,
+every --buffer tokens. The ratios are to transformers in the same dtype.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +32,14 @@ from rollout import rollout
 from runs import pick_device, table
 
 
+def pressed(model: torch.nn.Module, generate: Callable, args: argparse.Namespace) -> None:
+    """generate with a cache that kvpress cuts."""
+    from kvpress import DecodingPress, SnapKVPress
+
+    with DecodingPress(SnapKVPress(window_size=8), compression_interval=args.buffer, target_size=args.budget)(model):
+        generate()
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,7 +48,9 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,bfloat16", help="with commas between")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens to sample")
-    parser.add_argument("--budget", type=int, default=128, help="of snapkv, with a buffer of 32")
+    parser.add_argument("--budget", type=int, default=128, help="of snapkv")
+    parser.add_argument("--buffer", type=int, default=32, help="of snapkv")
+    parser.add_argument("--kvpress", action="store_true", help="also kvpress")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 takes all")
     args = parser.parse_args()
@@ -53,13 +66,15 @@ def main() -> None:
             sample = partial(rollout, ours, [prompt], group_size=rows, max_new_tokens=args.new, eos_ids=[])
             inputs = torch.tensor([prompt] * rows, device=device)
             whole = torch.ones_like(inputs)
+            generate = partial(theirs.generate, inputs, attention_mask=whole, generation_config=how)
+            cut = {"compressor": "snapkv", "budget": args.budget, "buffer": args.buffer}
             cases = {
-                "transformers": lambda x=inputs, a=whole, m=theirs, how=how: m.generate(
-                    x, attention_mask=a, generation_config=how
-                ),
-                "dense": lambda f=sample: f(compressor="full"),
-                f"snapkv-{args.budget}": lambda f=sample: f(compressor="snapkv", budget=args.budget, buffer=32),
+                "transformers": generate,
+                "dense": partial(sample, compressor="full"),
+                f"snapkv-{args.budget}": partial(sample, **cut),
             }
+            if args.kvpress:
+                cases[f"kvpress-{args.budget}"] = partial(pressed, theirs, generate, args)
             spent = defaultdict(list)
             for turn in range(args.repeats):
                 for name, function in cases.items():
