@@ -19,7 +19,7 @@ import task
 from answers import EXTRACTORS, extract_answer, is_correct
 from kvcache import BITS, COMPRESSORS, check_settings
 from model import Decoder, ModelConfig, load_config, load_model
-from rollout import rollout_batches
+from rollout import rollout_shared
 from runs import megabytes, option, table
 from task import ASSETS, Prompt, Reward, load_problems
 
@@ -144,10 +144,10 @@ def evaluate(
     """Accuracy of `samples` responses to each prompt: (summary, one record a response).
 
     extract: how the answer is found, one of answers.EXTRACTORS. reward: its mean is reported too. settings: those of
-    `rollout_batches`. The standard error is over problems, None for a single one.
+    `rollout_shared`. The standard error is over problems, None for a single one.
     """
     ids, generator = [prompt.ids for prompt in prompts], torch.Generator().manual_seed(seed)
-    r = rollout_batches(model, ids, group_size=samples, eos_ids=eos_ids, generator=generator, **settings)
+    r = rollout_shared(model, ids, group_size=samples, eos_ids=eos_ids, generator=generator, **settings)
     records, find = [], EXTRACTORS[extract]
     for i in range(len(r.tokens)):
         prompt, text = prompts[i // samples], task.response_text(tokenizer, r.response(i), eos_ids)

@@ -434,6 +434,7 @@ class KVCache:
         if policy.score and (len(budgets) != layers or sum(budgets) != layers * budget or min(budgets) < least):
             raise ValueError(f"{layers} budgets of at least {least} must have the sum {layers * budget}, not {budgets}")
         self.active, self.layers = rows, []  # the first `active` rows of every part are in use
+        self.taken = 0  # rows that `take` ever filled
         zeros = partial(torch.zeros, device=device)
         for layer, layer_budget in enumerate(budgets):
             slots = layer_budget + buffer if policy.score else max_length
@@ -475,15 +476,26 @@ class KVCache:
         """Keys held by the active rows, summed over rows and averaged over layers."""
         return sum(int(layer.length[: self.active].sum()) for layer in self.layers) / len(self.layers)
 
-    def expand(self, group_size: int) -> None:
-        """Repeat each row group_size times, AABB: one prefill serves a group. One layer at a time."""
-        self.active *= group_size
-        for layer in self.layers:
-            layer.parts = {name: part.repeat_interleave(group_size, dim=0) for name, part in layer.parts.items()}
-            layer.length = layer.length.repeat_interleave(group_size)
+    @property
+    def free(self) -> int:
+        """Rows that are not in use."""
+        return len(self.layers[0].length) - self.active
+
+    def take(self, prefilled: KVCache, group_size: int) -> None:
+        """Copy each row of another cache into group_size free rows, AABB: one prefill serves a group.
+
+        In the record they stand behind all that were taken before, whichever rows of the cache they get.
+        """
+        count = prefilled.active * group_size
+        rows, numbers = slice(self.active, self.active + count), slice(self.taken, self.taken + count)
+        for layer, other in zip(self.layers, prefilled.layers, strict=True):
+            layer.length[rows] = other.length.repeat_interleave(group_size)
+            for name, part in other.parts.items():
+                layer.parts[name][rows] = part.repeat_interleave(group_size, dim=0)
             if layer.evicted_at is not None:
-                layer.evicted_at = layer.evicted_at.repeat_interleave(group_size, dim=0)
-                layer.parts["ids"] = torch.arange(self.active, device=layer.evicted_at.device)
+                layer.evicted_at[numbers] = other.evicted_at.repeat_interleave(group_size, dim=0)
+                layer.parts["ids"][rows] = torch.arange(numbers.start, numbers.stop, device=other.evicted_at.device)
+        self.active, self.taken = rows.stop, numbers.stop
 
     def compact(self, alive: Tensor) -> Tensor:
         """Drop, in place, the active rows where alive (B,) bool, on the CPU, is False. Returns the new order, (b,)."""
@@ -499,8 +511,8 @@ class KVCache:
                 part[there] = part[here]
         return order
 
-    def record(self, max_length: int) -> None:
-        """From now on write down when each key goes: layer.evicted_at (B, K, max_length), dropped rows included.
+    def record(self, rows: int, max_length: int) -> None:
+        """From now on write down when each key goes: layer.evicted_at (rows, K, max_length), of all that are ever held.
 
         By the tokens seen until then: the query at p sees the key at j where j <= p < evicted_at[j]. A key that stays
         has the largest number of the dtype, which is int16 if the lengths allow it, else int32. What kv_bits rounds is
@@ -509,7 +521,7 @@ class KVCache:
         dtype = record_dtype(max_length)
         for layer in self.layers:
             B, K, device = *layer.parts["positions"].shape[:2], layer.parts["positions"].device
-            layer.evicted_at = torch.full((B, K, max_length), torch.iinfo(dtype).max, dtype=dtype, device=device)
+            layer.evicted_at = torch.full((rows, K, max_length), torch.iinfo(dtype).max, dtype=dtype, device=device)
             layer.parts["ids"] = torch.arange(B, device=device)
 
 

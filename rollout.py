@@ -42,8 +42,8 @@ class Rollout:
     finished: Tensor  # (N,) bool: ended with an EOS; the others were truncated
     temperature: float  # of the sampler, and so of every log-prob of these tokens
     cached_tokens: float  # keys held per layer after each step's cut, summed over rows and steps
-    cache_bytes: dict[str, int]  # allocated by part (KVCache.nbytes), the largest of all batches
-    dense_bytes: int  # keys and values that a dense cache of that batch allocates
+    cache_bytes: dict[str, int]  # allocated by part (KVCache.nbytes)
+    dense_bytes: int  # keys and values that a dense cache of so many rows allocates
     seconds: float
     evicted_at: list[Tensor] | None = None  # per layer (N, K, T), see KVCache.record
 
@@ -76,8 +76,8 @@ class Rollout:
         }
 
     @staticmethod
-    def cat(parts: list[Rollout]) -> Rollout:
-        """The responses of several batches, one after the other, as if they were one."""
+    def side_by_side(parts: list[Rollout]) -> Rollout:
+        """The responses of several ranks, which sampled at the same time, each into a cache of its own, as one."""
 
         def rows(tensors: Sequence[Tensor], padding: int = 0) -> Tensor:  # (rows, ...) each, of unequal last dimension
             width = max(t.shape[-1] for t in tensors)
@@ -89,21 +89,13 @@ class Rollout:
         dtype = max((record[0].dtype for record in records), key=lambda dtype: dtype.itemsize, default=torch.int16)
         records = [[layer.to(dtype) for layer in record] for record in records]
         return replace(
-            max(parts, key=lambda part: sum(part.cache_bytes.values())),
+            parts[0],
             **{name: rows([getattr(part, name) for part in parts]) for name in names},
             cached_tokens=sum(part.cached_tokens for part in parts),
-            seconds=sum(part.seconds for part in parts),
-            evicted_at=[rows(layer, torch.iinfo(dtype).max) for layer in zip(*records, strict=True)] or None,
-        )
-
-    @staticmethod
-    def side_by_side(parts: list[Rollout]) -> Rollout:
-        """The responses of several ranks, which sampled at the same time, each into a cache of its own."""
-        return replace(
-            Rollout.cat(parts),
             cache_bytes={name: sum(part.cache_bytes[name] for part in parts) for name in parts[0].cache_bytes},
             dense_bytes=sum(part.dense_bytes for part in parts),
             seconds=max(part.seconds for part in parts),
+            evicted_at=[rows(layer, torch.iinfo(dtype).max) for layer in zip(*records, strict=True)] or None,
         )
 
 
@@ -160,28 +152,36 @@ def prefill(model: Decoder, prompts: list[list[int]], cache: KVCache) -> Tensor:
 
 
 def decode(
-    model: Decoder, cache: KVCache, logits: Tensor, seen: Tensor, u: Tensor, eos: Tensor, draw: Callable, progress: bool
+    model: Decoder, cache: KVCache, begin: Callable, seen: Tensor, u: Tensor, eos: Tensor, draw: Callable, bar: tqdm
 ) -> tuple[Tensor, Tensor, float]:
-    """Sample a token a step in each row, at most R. A row that draws one of eos leaves the cache. All on one device.
+    """Sample a token a step in each row of the cache. A row leaves with one of eos, or R tokens. All on one device.
 
-    logits (N, V) after prompts of `seen` (N,) tokens; u (N, R) uniform numbers; draw: `sample` at its temperature.
-    Returns tokens (N, R), 0 after an EOS, their log-probs (N, R), and the keys held per layer, over rows and steps.
+    begin(first): puts the prompts from this response on, as many as find room, into the cache, and gives the logits
+    (rows, V) that follow them, None without room. seen (N,): tokens of the prompts; u (N, R): uniform numbers; draw:
+    `sample` at its temperature. Returns tokens (N, R), 0 after an EOS, their log-probs (N, R), and the keys held per
+    layer, over rows and steps.
     """
-    (N, R), cached_tokens = u.shape, 0.0
-    tokens, logp_sparse = (torch.zeros_like(u, dtype=dtype) for dtype in (torch.long, logits.dtype))  # (N, R) each
-    rows = torch.arange(N, device=u.device)  # (B,) the response that each row of the cache belongs to
-    for t in tqdm(range(R), desc="rollout", unit="step", leave=False, mininterval=0.5, disable=not progress):
-        cached_tokens += cache.tokens
-        token, logp = draw(logits, u[rows, t])  # (B,), (B,)
-        tokens[rows, t], logp_sparse[rows, t] = token, logp
-        alive = ~torch.isin(token, eos).cpu()  # the one wait for the device in a step
-        if not alive.all():
-            order = cache.compact(alive).to(rows.device)
+    (N, R), dtype, cached_tokens = u.shape, torch.promote_types(model.embed_tokens.weight.dtype, torch.float32), 0.0
+    tokens, logp_sparse = torch.zeros_like(u, dtype=torch.long), torch.zeros_like(u, dtype=dtype)  # (N, R) each
+    drawn, begun = torch.zeros_like(seen), 0  # (N,) tokens of each response so far; responses so far
+    rows = token = seen[:0]  # (B,) the response in each row of the cache, and its newest token
+    while len(rows) or begun < N:
+        logits = []
+        if len(rows):
+            positions = (seen + drawn - 1)[rows, None]  # (B, 1) of the newest tokens, whatever was evicted
+            logits.append(model.head(model.hidden(token[:, None], positions, cache))[:, 0])  # (B, V)
+        if (new := begin(begun)) is not None:
+            rows = torch.cat([rows, torch.arange(begun, begun + len(new), device=rows.device)])
+            logits, begun = [*logits, new], begun + len(new)
+        cached_tokens, t = cached_tokens + cache.tokens, drawn[rows]  # (B,)
+        token, logp = draw(torch.cat(logits) if len(logits) > 1 else logits[0], u[rows, t])  # (B,), (B,)
+        tokens[rows, t], logp_sparse[rows, t], drawn[rows] = token, logp, t + 1
+        ends = torch.isin(token, eos) | (t + 1 == R)
+        left = torch.where(ends, R - 1 - t, -1).cpu()  # (B,) what a response that ends leaves; a step's one wait
+        bar.update(len(left) + int(left.clamp(min=0).sum()))
+        if (left >= 0).any():
+            order = cache.compact(left < 0).to(rows.device)
             rows, token = rows[order], token[order]
-        if len(rows) == 0 or t + 1 == R:
-            break
-        positions = (seen[rows] + t)[:, None]  # (B, 1) the tokens seen, whatever was evicted
-        logits = model.head(model.hidden(token[:, None], positions, cache))[:, 0]  # (B, V)
     return tokens, logp_sparse, cached_tokens
 
 
@@ -193,6 +193,7 @@ def rollout(
     group_size: int,
     max_new_tokens: int,
     eos_ids: Sequence[int],
+    rows: int | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
@@ -203,7 +204,8 @@ def rollout(
     """Sample group_size responses to each prompt (a list of token ids), of at most max_new_tokens tokens.
 
     A row ends at any of eos_ids; the EOS belongs to the response. generator: a CPU generator for the uniform numbers.
-    record: also return when each key was evicted. settings: compressor, budget, buffer and window, as for KVCache.
+    rows: responses at a time (at least a group; by default all); as they end, the next prompts take their places in the
+    cache. record: also return when each key was evicted. settings: compressor, budget and so on, as for KVCache.
     Raises ValueError for an empty prompt, or settings out of bounds; FloatingPointError if a log-prob is not finite.
     """
     if not prompts or not all(prompts):
@@ -213,17 +215,33 @@ def rollout(
         raise ValueError(f"group_size {group_size} and max_new_tokens {max_new_tokens} must be at least 1, {bounds}")
     began, c, weight = time.perf_counter(), model.config, model.embed_tokens.weight
     P, N, longest = len(prompts), len(prompts) * group_size, max(map(len, prompts)) + max_new_tokens
+    B = min(P, max(1, (rows or N) // group_size)) * group_size
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(group_size)  # (N,)
     noise = torch.rand(N, 1 + max_new_tokens, generator=generator)  # a row's numbers follow each other
     seeds, eos = (noise[::group_size, 0] * (1 << 24)).long(), torch.tensor(list(eos_ids))  # (P,), (E,)
-    cache = cache_for(c, P, longest, seeds=seeds, dtype=weight.dtype, device=weight.device, **settings)
+    settings |= {"max_length": longest, "dtype": weight.dtype, "device": weight.device}
+    cache = cache_for(c, B, **settings)
+    cache.active = 0
     if record:
-        cache.record(longest)
-    logits = prefill(model, prompts, cache).repeat_interleave(group_size, dim=0)  # (N, V)
-    cache.expand(group_size)
+        cache.record(N, longest)
+
+    def begin(first: int) -> Tensor | None:
+        """Prefill, once for its group, each prompt from this response on that finds room."""
+        some = slice(first // group_size, (first + cache.free) // group_size)
+        if not prompts[some]:
+            return None
+        each = cache_for(c, len(prompts[some]), seeds=seeds[some], **settings)
+        if record:
+            each.record(len(prompts[some]), longest)
+        logits = prefill(model, prompts[some], each)  # (p, V)
+        cache.take(each, group_size)
+        return logits.repeat_interleave(group_size, dim=0)
+
     given = (x.to(weight.device) for x in (prompt_lengths, noise[:, 1:], eos))
     draw = partial(sample, temperature=temperature, top_p=top_p)
-    tokens, logp_sparse, cached_tokens = decode(model, cache, logits, *given, draw, progress)  # (N, R), (N, R)
+    form = "{l_bar}{bar}| {elapsed}<{remaining}"
+    with tqdm(total=N * max_new_tokens, desc="rollout", bar_format=form, leave=False, disable=not progress) as bar:
+        tokens, logp_sparse, cached_tokens = decode(model, cache, begin, *given, draw, bar)  # (N, R), (N, R)
     if not logp_sparse.isfinite().all():
         raise FloatingPointError(
             "the model's log-probs are not finite: its weights are too large for its dtype, or training drove them "
@@ -243,36 +261,28 @@ def rollout(
         temperature=temperature or 1.0,  # greedy log-probs are those of temperature 1
         cached_tokens=cached_tokens,
         cache_bytes=cache.nbytes,
-        dense_bytes=2 * c.layers * c.kv_heads * c.head_dim * N * longest * weight.element_size(),
+        dense_bytes=2 * c.layers * c.kv_heads * c.head_dim * B * longest * weight.element_size(),
         seconds=time.perf_counter() - began,
         evicted_at=[layer.evicted_at.cpu() for layer in cache.layers] if record else None,
     )
 
 
-def rollout_batches(
+def rollout_shared(
     model: Decoder,
     prompts: list[list[int]],
     *,
     group_size: int,
     max_new_tokens: int,
-    rows: int,
     generator: torch.Generator | None = None,
-    progress: bool = False,
     **settings,
 ) -> Rollout:
-    """`rollout` of at most `rows` responses (at least a group) at a time: less memory, the same but for rounding.
-
-    Each rank samples its share of the prompts, and gets the responses to all of them.
-    """
+    """`rollout` by all ranks: each samples its share of the prompts, and gets the responses to all of them."""
     first, last = ranks.share(len(prompts))
     torch.rand(first * group_size, 1 + max_new_tokens, generator=generator)  # the numbers of the rows before
-    size = max(1, rows // group_size)
-    batches = [prompts[i : min(i + size, last)] for i in range(first, last, size)]
-    bar = tqdm(batches, desc="batches", leave=False, disable=not progress or len(batches) == 1)
-    how = {"group_size": group_size, "max_new_tokens": max_new_tokens, "generator": generator, "progress": progress}
+    settings |= {"group_size": group_size, "max_new_tokens": max_new_tokens, "generator": generator}
     with ranks.whole(model) as decoder:
-        parts = [rollout(decoder, batch, **how, **settings) for batch in bar]
-    return Rollout.side_by_side([Rollout.cat(some) for some in ranks.gather(parts) if some])  # a rank may have none
+        part = rollout(decoder, prompts[first:last], **settings) if first < last else None
+    return Rollout.side_by_side([part for part in ranks.gather(part) if part])
 
 
 # ------------------------------------------------------------------------------------------------ dense scoring

@@ -34,7 +34,7 @@ from answers import is_correct
 from eval import Inputs, Shared, dense_and_sparse, details, read_inputs
 from kvcache import COMPRESSORS
 from model import Decoder, ModelConfig, load_model, weight_files
-from rollout import Rollout, cache_for, memory, micro_batches, rescore, response_logprobs, rollout_batches
+from rollout import Rollout, cache_for, memory, micro_batches, rescore, response_logprobs, rollout_shared
 from runs import megabytes, option
 from task import ASSETS, Prompt, Reward
 
@@ -162,7 +162,7 @@ def train_step(
     how = config.cache | config.some("group_size", "max_new_tokens", "temperature") | {"rows": config.rollout_rows}
     how |= {"eos_ids": inputs.eos_ids, "generator": generator(config.seed, "rollout", step), "progress": True}
     how |= {"record": config.replay or config.record_samples > 0}
-    r = rollout_batches(weights.decoder, [prompt.ids for prompt in asked], **how)
+    r = rollout_shared(weights.decoder, [prompt.ids for prompt in asked], **how)
     asked = [prompt for prompt in asked for _ in range(config.group_size)]  # N, the prompt of each response
     texts = [task.response_text(inputs.tokenizer, r.response(i), inputs.eos_ids) for i in range(len(asked))]
     graded = ranks.first(lambda: [reward(text, prompt.answer) for text, prompt in zip(texts, asked, strict=True)])

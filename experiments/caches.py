@@ -36,7 +36,7 @@ from experiments.records import arguments, made_by, mean_stderr, read_results, s
 from grpo import log_ratio, mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, load_model
-from rollout import Rollout, cache_for, prefill, rescore, rollout_batches
+from rollout import Rollout, cache_for, prefill, rescore, rollout_shared
 from runs import append, check_options, flag, one_sentence, option, parse_config, pick_device, table
 from task import (
     ASSETS,
@@ -128,7 +128,7 @@ class Ground:
         """A response to each problem; the same uniform numbers for every cache."""
         ids, generator = [prompt.ids for prompt in self.prompts], torch.Generator().manual_seed(config.seed)
         how = {"group_size": 1, "rows": len(ids), "max_new_tokens": config.max_new_tokens, "eos_ids": self.eos_ids}
-        return rollout_batches(self.model, ids, generator=generator, progress=True, **how, **cache)
+        return rollout_shared(self.model, ids, generator=generator, progress=True, **how, **cache)
 
 
 @torch.no_grad()

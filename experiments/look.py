@@ -36,7 +36,7 @@ from answers import is_correct
 from eval import Inputs, Shared, read_inputs
 from kvcache import COMPRESSORS
 from model import load_model
-from rollout import Rollout, rescore, rollout_batches
+from rollout import Rollout, rescore, rollout_shared
 from runs import RECORDED, checkpoints, one_sentence, option, parse_config, pick_device, read_records, write_whole
 from task import ASSETS, load_tokenizer, response_text
 from train import Config, correction, recording, response_records
@@ -98,7 +98,7 @@ def on_the_spot(look: Look) -> dict:
     model = load_model(config.model, getattr(torch, config.dtype), device)
     how = config.cache | config.some("group_size", "max_new_tokens", "temperature") | {"rows": config.rows}
     how |= {"eos_ids": inputs.eos_ids, "generator": torch.Generator().manual_seed(config.seed), "progress": True}
-    r = rollout_batches(model, [prompt.ids for prompt in inputs.prompts["data"]], record=True, **how)
+    r = rollout_shared(model, [prompt.ids for prompt in inputs.prompts["data"]], record=True, **how)
     logp_old, entropy = rescore(model, r, config.micro_tokens)  # (N, R) each
     c = correction(config, r, logp_old, torch.arange(len(r.tokens)))
     return {

@@ -32,7 +32,7 @@ from kvcache import (
 from model import Decoder
 from rollout import sample
 
-INIT, COMPACT, HIDDEN = KVCache.__init__, KVCache.compact, Decoder.hidden
+INIT, COMPACT, TAKE, HIDDEN = KVCache.__init__, KVCache.compact, KVCache.take, Decoder.hidden
 ATTEND, CUT, READ, PREFILL = LayerCache.attend, LayerCache._cut, LayerCache._read, LayerCache._prefill
 CACHES, CALLS = itertools.count(), itertools.count()  # what a module remembers and should not
 SPARSE, WHERE, SOFTMAX = sampling.sparse, torch.where, torch.Tensor.softmax
@@ -306,6 +306,23 @@ def lose_the_state_of_dropped_rows(self, alive):
     for layer, parts in zip(self, left, strict=True):
         layer.parts |= parts
     return order
+
+
+@wrong("kvcache.KVCache.take", sampling.test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once, 2, "snapkv")
+def what_was_taken_stands_in_the_record_by_its_row(self, prefilled, group_size):
+    """A prompt that takes a finished response's place in the cache takes it in the record as well."""
+    self.taken = self.active
+    TAKE(self, prefilled, group_size)
+
+
+@wrong("kvcache.KVCache.take", sampling.test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once, 2, "random")
+def a_freed_row_keeps_its_seed(self, prefilled, group_size):
+    """The next prompt draws the random scores of the response that had its row."""
+    before = [layer.parts["seeds"].clone() for layer in self.layers]
+    again = self.taken > 0
+    TAKE(self, prefilled, group_size)
+    for layer, seeds in zip(self.layers, before, strict=True):
+        layer.parts["seeds"] = seeds if again else layer.parts["seeds"]
 
 
 @wrong("kvcache.KVCache.__init__", sampling.test_earlier_rollouts_leave_no_trace, "snapkv")

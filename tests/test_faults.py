@@ -255,7 +255,7 @@ def test_out_of_memory_names_what_to_lower_and_the_run_goes_on_with_it(error, fi
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(train, "rollout_batches", fails)
+        patch.setattr(train, "rollout_shared", fails)
         run(files, tmp_path / "run", "--eval-data=")
     assert stop.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]

@@ -436,7 +436,7 @@ def test_both_programs_stop_at_the_end_of_a_turn(files, tmp_path, monkeypatch):
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}9{% endfor %}")
     nine = tokenizer.token_to_id("9")
     seen = []
-    monkeypatch.setattr(evaluation, "rollout_batches", lambda *_, eos_ids, **__: seen.append(eos_ids) or 1 / 0)
+    monkeypatch.setattr(evaluation, "rollout_shared", lambda *_, eos_ids, **__: seen.append(eos_ids) or 1 / 0)
     for prompt, ends in (("1+1=", eos_ids), ([{"role": "user", "content": "1+1="}], sorted([*eos_ids, nine]))):
         (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
         config = train.Config(model=str(model), data=str(tmp_path / "p.jsonl"))

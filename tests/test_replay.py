@@ -16,7 +16,7 @@ import train
 from grpo import correct, mismatch_metrics
 from kvcache import COMPRESSORS, Replay, record_dtype
 from model import Decoder
-from rollout import Rollout, cache_for, rescore, response_logprobs, rollout_batches
+from rollout import Rollout, cache_for, rescore, response_logprobs, rollout_shared
 
 PROMPTS = [[1, 2, 3], list(range(4, 30)) * 2, [5, 6, 7, 8, 9] * 4]  # below the window, cut at prefill, between
 SMALL = {"budget": 16, "buffer": 5, "window": 4, "group_size": 2, "max_new_tokens": 24, "eos_ids": [2, 3]}
@@ -25,7 +25,7 @@ SMALL = {"budget": 16, "buffer": 5, "window": 4, "group_size": 2, "max_new_token
 def recorded(model: Decoder, compressor: str, **settings) -> Rollout:
     """A rollout with the record of its evictions, in two batches."""
     how = SMALL | {"rows": 4, "record": True, "generator": seeded(1), "compressor": compressor} | settings
-    return rollout_batches(model, PROMPTS, **how)
+    return rollout_shared(model, PROMPTS, **how)
 
 
 def learner(model: Decoder, r: Rollout, function=response_logprobs) -> Tensor:
@@ -73,7 +73,7 @@ def forced(model: Decoder, r: Rollout, i: int, **settings) -> tuple[Tensor, list
     """Row i's tokens through a compressed cache: the sampler's log-probs of the response (R,), and the evictions."""
     P, n = int(r.prompt_lengths[i]), int(r.lengths[i])
     cache = cache_for(model.config, 1, r.tokens.shape[1], dtype=torch.float64, **settings)
-    cache.record(r.tokens.shape[1])
+    cache.record(1, r.tokens.shape[1])
     logits = [model(r.tokens[i : i + 1, :P], cache=cache)[0, -1]]
     logits += [model(r.tokens[i : i + 1, t : t + 1], torch.tensor([[t]]), cache)[0, 0] for t in range(P, n - 1)]
     logp = torch.stack(logits).log_softmax(-1)  # (n - P, V)
@@ -126,7 +126,7 @@ def test_the_record_is_as_small_as_its_lengths_allow():
     assert {layer.dtype for layer in short.evicted_at} == {torch.int16}
     wide = [layer.int().masked_fill(layer == torch.iinfo(torch.int16).max, 2**31 - 1) for layer in short.evicted_at]
     longer = replace(short, evicted_at=[torch.nn.functional.pad(x, (0, 3), value=2**31 - 1) for x in wide])
-    both = Rollout.cat([short, longer])
+    both = Rollout.side_by_side([short, longer])
     for layer, expected in zip(both.evicted_at, wide, strict=True):
         assert layer.dtype == torch.int32
         gone = layer[..., : expected.shape[-1]] <= 32_766

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 import rollout as module
 from grpo import consistency_ratio, rejection_mask
 from kvcache import COMPRESSORS, LayerCache
-from rollout import Rollout, rollout, rollout_batches
+from rollout import Rollout, rollout
 
 PROMPTS = [[1, 2, 3], list(range(4, 30)) * 2, [5, 6, 7, 8] * 4]  # below the window, beyond the cache, between
 R = 16
@@ -142,12 +142,12 @@ TIMES_AND_BYTES = ("seconds", "cache_bytes", "dense_bytes")
 @pytest.mark.parametrize("compressor", ["random", "snapkv", "full"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 100])
 def test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once(compressor, rows):
-    """Batches are a matter of memory, not of the result: every field, the record of the evictions included."""
+    """A matter of memory, not of the result: every field, the record of the evictions included."""
     how = {"max_new_tokens": R, "eos_ids": [2, 3], "compressor": compressor, "budget": 16, "buffer": 5, "window": 4}
     prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[2]]  # the longest first, so that the others need padding
     how |= {"group_size": 2, "record": True, "temperature": 0.9}
     whole = rollout(tiny_model(), prompts, generator=seeded(8), **how)
-    parts = rollout_batches(tiny_model(), prompts, rows=rows, generator=seeded(8), **how)
+    parts = rollout(tiny_model(), prompts, rows=rows, generator=seeded(8), **how)
     for name in {field.name for field in dataclasses.fields(Rollout)} - {*TIMES_AND_BYTES, "logp_sparse"}:
         assert_close(
             getattr(parts, name), getattr(whole, name), atol=0, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
@@ -155,24 +155,38 @@ def test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once(compressor
     assert_close(parts.logp_sparse, whole.logp_sparse, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("rows, sizes", [(1, [2, 2, 2]), (3, [2, 2, 2]), (5, [4, 2]), (6, [6])])
-def test_at_most_so_many_rows_are_sampled_at_once(rows, sizes, monkeypatch):
-    """But never less than a group."""
-    found = []
-    monkeypatch.setattr(module, "rollout", lambda *args, **how: found.append(rollout(*args, **how)) or found[-1])
-    rollout_batches(tiny_model(), PROMPTS, rows=rows, group_size=2, max_new_tokens=1, eos_ids=[])
-    assert [len(r.tokens) for r in found] == sizes
+@pytest.mark.parametrize("group_size, rows, held", [(2, 1, 2), (2, 3, 2), (2, 5, 4), (2, 99, 24), (1, 1, 1), (1, 5, 5)])
+def test_a_freed_place_is_taken_at_once(group_size, rows, held, monkeypatch):
+    """At most so many rows (a group at least) at a time; once a group's worth is free, the next prompt begins."""
+    sizes = []
+    monkeypatch.setattr(
+        module, "sample", lambda logits, *a, f=module.sample, **k: sizes.append(len(logits)) or f(logits, *a, **k)
+    )
+    how = {"group_size": group_size, "max_new_tokens": 9, "eos_ids": [*range(6)], "compressor": "full"}
+    r = rollout(constant_model([0.0] * 31), [[12 + i] for i in range(12)], rows=rows, generator=seeded(3), **how)
+    waiting, left, expected = r.response_lengths.view(-1, group_size).tolist(), [], []
+    assert len({*r.response_lengths.tolist()}) > 3  # long and short ones
+    while waiting or left:
+        while waiting and len(left) + group_size <= held:
+            left += waiting.pop(0)
+        expected.append(len(left))
+        left = [n - 1 for n in left if n > 1]
+    assert sizes == expected and max(sizes) == held
+    keys = 2 * 2 * 2 * 8 * held * (1 + 9) * 4  # keys and values, L, K, D
+    assert r.dense_bytes == keys == r.cache_bytes["keys"] + r.cache_bytes["values"]
 
 
-def test_batches_add_their_seconds_and_report_the_bytes_of_the_largest():
-    """What a machine must hold is one batch; what it takes is all of them."""
+def test_ranks_add_their_bytes_and_take_as_long_as_the_slowest():
+    """They sample at the same time, each into a cache of its own."""
     model = tiny_model()
-    small, large = (sparse(model, ps, group_size=2, compressor="full") for ps in (PROMPTS[:1], PROMPTS[1:]))
-    assert sum(small.cache_bytes.values()) < sum(large.cache_bytes.values())
-    for parts in ([small, large], [large, small]):
-        r = Rollout.cat(parts)
-        assert (r.cache_bytes, r.dense_bytes) == (large.cache_bytes, large.dense_bytes)
-        assert r.seconds == small.seconds + large.seconds
+    one, two = (sparse(model, ps, group_size=2, compressor="full") for ps in (PROMPTS[:1], PROMPTS[1:]))
+    r = Rollout.side_by_side([one, two])
+    assert r.cache_bytes == {name: one.cache_bytes[name] + two.cache_bytes[name] for name in one.cache_bytes}
+    assert r.dense_bytes == one.dense_bytes + two.dense_bytes and r.seconds == max(one.seconds, two.seconds)
+    assert (
+        r.tokens.shape[0] == len(one.tokens) + len(two.tokens)
+        and r.cached_tokens == one.cached_tokens + two.cached_tokens
+    )
 
 
 def test_groups_follow_the_order_of_the_prompts():
