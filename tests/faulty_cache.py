@@ -308,14 +308,14 @@ def lose_the_state_of_dropped_rows(self, alive):
     return order
 
 
-@wrong("kvcache.KVCache.take", sampling.test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once, 2, "snapkv")
+@wrong("kvcache.KVCache.take", sampling.test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once, "snapkv", 2)
 def what_was_taken_stands_in_the_record_by_its_row(self, prefilled, group_size):
     """A prompt that takes a finished response's place in the cache takes it in the record as well."""
     self.taken = self.active
     TAKE(self, prefilled, group_size)
 
 
-@wrong("kvcache.KVCache.take", sampling.test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once, 2, "random")
+@wrong("kvcache.KVCache.take", sampling.test_responses_do_not_depend_on_how_many_rows_are_sampled_at_once, "random", 2)
 def a_freed_row_keeps_its_seed(self, prefilled, group_size):
     """The next prompt draws the random scores of the response that had its row."""
     before = [layer.parts["seeds"].clone() for layer in self.layers]
