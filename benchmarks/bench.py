@@ -11,6 +11,8 @@ Parts (--parts):
   shares    where a rollout's time goes: prefill, projections, attention, compressing, MLP, head, sampling, the rest
   learner   scoring and update, tokens/s, against the same matrix products alone, and the peak memory
   memory    bytes of the cache by part, and how many rows fit into --kv-gib
+  refill    4 x --rows responses of geometric lengths (mean: a fifth of the first of --lengths, its longest), so many
+            rows at a time: as rows free up the next prompts take them, against one batch after the other
 
 The rollouts are real ones of rollout.py. Their steps are timed by a clock around the model, so that one rollout gives
 the speed at every length.
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -45,7 +48,7 @@ from rollout import cache_for, rollout, token_logprobs
 from runs import check_options, megabytes, one_sentence, option, parse_config, pick_device, table, write_json
 from task import ASSETS
 
-PARTS = ("rollout", "decode", "shares", "learner", "memory")
+PARTS = ("rollout", "decode", "shares", "learner", "memory", "refill")
 
 
 @dataclass(frozen=True)
@@ -339,6 +342,32 @@ def measure_memory(model: Decoder, config: Settings) -> list[dict]:
     return found
 
 
+def measure_refill(model: Decoder, config: Settings) -> list[dict]:
+    """Seconds of a rollout that refills rows, and of as many batches; the share of row-steps that idle in these."""
+    longest, found = numbers(config, "lengths")[0] - config.prompt, []
+    draw = sampler.sample
+
+    def ends(logits: Tensor, u: Tensor, **how) -> tuple[Tensor, Tensor]:  # with token 0, at one step in longest / 5
+        token, logp = draw(logits, u, **how)
+        return torch.where(u < 5 / longest, 0, token.clamp(min=1)), logp
+
+    def lengths(rows: int, batches: int, policy: str) -> Tensor:
+        """Sample 4 x rows responses in so many batches: how long they are."""
+        prompts = [[1 + i % (model.config.vocab_size - 1) for i in range(config.prompt)]] * (4 * rows // batches)
+        how = {"group_size": 1, "max_new_tokens": longest, "eos_ids": [0], "rows": rows, "compressor": policy}
+        how |= config.cache | {"generator": torch.Generator().manual_seed(0)}
+        return torch.cat([rollout(model, prompts, **how).response_lengths for _ in range(batches)])
+
+    with patch.object(sampler, "sample", ends):
+        for rows, policy in product(numbers(config, "rows"), config.compressors.split(",")):
+            ways = {"refilled": 1, "batches": 4}
+            spent = medians({way: partial(lengths, rows, n, policy) for way, n in ways.items()}, config.repeats)
+            each = lengths(rows, 1, policy).view(4, rows).double()
+            case = {"policy": policy, "rows": rows, "idle": 1 - float(each.mean() / each.amax(1).mean()), **spent}
+            found.append(case | {"ratio": spent["batches"] / spent["refilled"]})
+    return found
+
+
 def shown(record: dict) -> list[str]:
     """A line of a table: bytes in MiB, speeds in whole tokens, other floats with two digits."""
     form = dict.fromkeys(("keys_and_values", "beside", "peak_so_far"), megabytes) | {
@@ -355,6 +384,7 @@ MEASURE = {
     "shares": measure_shares,
     "learner": measure_learner,
     "memory": measure_memory,
+    "refill": measure_refill,
 }
 
 
