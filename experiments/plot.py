@@ -25,6 +25,7 @@ PANELS = (  # column, title
     ("entropy", "entropy, nats a token"),
     ("xi_p01", "xi, its first percentile over tokens"),
 )
+LOGARITHMIC = {"grad_norm": 0.01, "xi_p01": 1e-4}  # below this the axis is linear
 
 
 def read_run(folder: Path) -> dict:
@@ -82,8 +83,8 @@ def draw(groups: dict[str, list[dict]], file: Path) -> None:
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("step", fontsize=8)
         ax.grid(alpha=0.3)
-        if column == "grad_norm":
-            ax.set_yscale("symlog", linthresh=0.01)
+        if column in LOGARITHMIC:
+            ax.set_yscale("symlog", linthresh=LOGARITHMIC[column])
     figure.legend(*axes.flat[2].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(file, dpi=110)
     pyplot().close(figure)

@@ -154,9 +154,10 @@ def finish(config: Settings, model: Path, arm: str, seed: int) -> dict:
 
 
 def finished(config: Settings) -> dict[tuple[str, int], dict]:
-    """{(arm, seed): line} of this setting in --results."""
-    lines = read_results(Path(config.results)).values()
-    return {(line["arm"], line["seed"]): line for line in lines if line["setting"] == config.setting}
+    """{(arm, seed): line} of this setting in --results, arm by arm."""
+    lines = [line for line in read_results(Path(config.results)).values() if line["setting"] == config.setting]
+    lines.sort(key=lambda line: (list(ARMS).index(line["arm"]), line["seed"]))
+    return {(line["arm"], line["seed"]): line for line in lines}
 
 
 def report(lines: list[dict]) -> str:
