@@ -398,6 +398,8 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     config, _ = parse_config(Settings, argv, "benchmarks/bench.py", "Speed and memory, against the machine's bounds.")
     with one_sentence("benchmarks/bench.py"):
+        if config.out and not Path(config.out).parent.is_dir():
+            raise ValueError(f"--out: the folder {Path(config.out).parent} does not exist")
         device = pick_device(config.device, config.threads)
         model = load_model(config.model, getattr(torch, config.dtype), device)
         results = {"settings": asdict(config), "machine": describe(model.config, config, device)}

@@ -60,7 +60,11 @@ class Settings:
         if min(*numbers(self, "lengths"), self.length) <= self.steps + 2:
             raise ValueError(f"--lengths and --length must be above the {self.steps} + 2 of --steps")
         for cache in self.caches.values():
-            bench.Settings(**cache)
+            bench.Settings(**cache, rows=self.rows)
+        if 0 in numbers(self, "layers"):
+            raise ValueError(f"--layers {self.layers}: at least 1 each")
+        if Path(self.out).suffix != ".jsonl":
+            raise ValueError(f"--out must be a file NAME.jsonl, not {self.out!r}")
 
     @property
     def caches(self) -> dict[str, dict]:
@@ -146,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_sentence(PROGRAM):
         pyplot()  # better missing now than after the measurements
         model = load_model(config.model, getattr(torch, config.dtype), pick_device(config.device, config.threads))
-        if not any(line["model"] == name for line in read_results(file).values()):
+        if not any(line["model"] == name for line in read_results(file, "axis").values()):
             file.parent.mkdir(parents=True, exist_ok=True)
             how = {"model": name, "dtype": config.dtype, **made_by([PROGRAM, *arguments(given)])}
             points = measure(config, model)

@@ -32,13 +32,14 @@ from experiments.records import arguments, made_by, read_results
 from grpo import log_ratio, mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
 from rollout import Rollout, rescore
-from runs import append, check_options, one_sentence, option, parse_config, table
+from runs import append, check_options, flag, one_sentence, option, parse_config, table
 from task import ASSETS, TEMPLATE, response_text
 
 PROGRAM = "experiments/mismatch.py"
 EDGES = [x / 2 for x in range(-40, 9)]  # of the histogram of log xi, nats; what lies beyond counts at its rim
 LOW = 0.1  # an xi below this is called low
 WORST = 3  # responses shown
+FREE = {"budgets", "out", "threads", "device"}  # what may differ from a line that is there
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,13 @@ class Settings:
 
 
 def cuts_before(r: Rollout) -> Tensor:
-    """How often the cache had been cut when each token was drawn, (N, R); all layers and heads are cut together.
+    """How often some layer of the cache had been cut when each token was drawn, (N, R).
 
     The token at place p is drawn by the query at p - 1, which no longer sees what was evicted at or before p - 1.
     """
     query = r.prompt_lengths[:, None] - 1 + torch.arange(r.mask.shape[1])  # (N, R)
-    times = (gone.unique() for gone in r.evicted_at[0][:, 0])  # of each response's cuts; the largest number is never
+    gone = torch.stack([layer[:, 0] for layer in r.evicted_at], dim=1)  # (N, L, T): the heads are cut together
+    times = (row.unique() for row in gone)  # of each response's cuts; the largest number is never
     return torch.stack([torch.searchsorted(t, q.to(t.dtype), right=True) for t, q in zip(times, query, strict=True)])
 
 
@@ -124,7 +126,7 @@ def examined(ground: Ground, config: Settings, budget: int) -> dict:
     kinds = [kind(texts[i][t], end) for i, t, end in zip(row.tolist(), step.tolist(), ends, strict=True)]
     answers = [response_text(ground.tokenizer, r.response(i), ground.eos_ids) for i in range(len(r.tokens))]
     right = [is_correct(text, prompt.answer) for text, prompt in zip(answers, ground.prompts, strict=True)]
-    smallest, place = every.min(1)  # (N,) each
+    smallest, place = every.masked_fill(~r.mask, math.inf).min(1)  # (N,) each
     return {
         **{"budget": budget, "kv_saved": r.statistics["kv_saved"], "accuracy": sum(right) / len(right)},
         **mismatch_metrics(logp_old, r.logp_sparse, r.mask, config.epsilon),
@@ -185,7 +187,11 @@ def main(argv: list[str] | None = None) -> None:
     file, label = Path(config.out), config.label or Path(config.model).name
     with one_sentence(PROGRAM, (ValueError, OSError, FloatingPointError)):
         names = {f"{label} {config.compressor} {budget}": budget for budget in numbers(config, "budgets")}
-        missing = {name: budget for name, budget in names.items() if name not in read_results(file)}
+        finished = read_results(file, "by_cuts")
+        for name in names.keys() & finished.keys():
+            if other := [n for n, x in asdict(config).items() if n not in FREE and finished[name]["settings"][n] != x]:
+                raise ValueError(f"{name!r} in {file} was made with another {flag(other[0])}: name another --out")
+        missing = {name: budget for name, budget in names.items() if name not in finished}
         if missing:
             ground = Ground.load(config)
             file.parent.mkdir(parents=True, exist_ok=True)

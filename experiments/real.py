@@ -97,6 +97,8 @@ class Settings:
 def warm_model(config: Settings) -> Path:
     """The folder of the warm-started model, made if it is not there."""
     out = Path(config.out)
+    if not (out / "warm" / "model").exists() and not (Path(config.model) / "config.json").exists():
+        raise ValueError(f"--model {config.model!r} is no Hugging Face folder: it has no config.json")
     if not (out / "words" / "words-warm.jsonl").exists():
         words.main(arguments(WORDS | {"out": out / "words"}))
     if not (out / "warm" / "model").exists():

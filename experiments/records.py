@@ -39,10 +39,10 @@ def made_by(command: list[str]) -> dict:
     return {"command": shlex.join(["python", *command]), "commit": commit}
 
 
-def read_results(file: Path) -> dict[str, dict]:
+def read_results(file: Path, holds: str = "name") -> dict[str, dict]:
     """{name: result} of a JSONL file, none without one. A last line that a killed process did not finish is cut off.
 
-    ValueError if any other line is damaged.
+    ValueError if any other line is damaged, or of another kind: without what each result `holds`.
     """
     *lines, unfinished = file.read_bytes().split(b"\n") if file.exists() else [b""]
     if unfinished:  # or the next result would be written behind it
@@ -54,6 +54,10 @@ def read_results(file: Path) -> dict[str, dict]:
             results[result["name"]] = result
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{file}, line {number} is no result: delete it, and its run is made again") from None
+        if holds not in result:
+            raise ValueError(
+                f"{file}, line {number} is a result of another kind (without {holds!r}): name another file"
+            )
     return results
 
 

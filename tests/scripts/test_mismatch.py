@@ -25,6 +25,15 @@ def test_cuts_are_counted_up_to_the_query_that_drew_the_token(prompt):
     assert mismatch.cuts_before(r).tolist() == [expected] * 4
 
 
+def test_a_response_whose_every_xi_is_above_one_has_its_smallest_inside(files, monkeypatch):
+    """Not in the padding, where log xi is 0."""
+    settings = {"model": str(files / "model"), "data": str(files / "p-train.jsonl"), "limit": 6, "max_new_tokens": 12}
+    config = mismatch.Settings(**settings, budgets="12", buffer=4, window=2, threads=1)
+    monkeypatch.setattr(mismatch, "rescore", lambda model, r, **_: (r.logp_sparse + 1e-3 * r.mask, None))
+    found = mismatch.examined(mismatch.Ground.load(config), config, 12)
+    assert len(found["by_length"]) > 1 and all(w["xi"] == pytest.approx(math.exp(1e-3)) for w in found["worst"])
+
+
 def test_tokens_are_counted_by_label_and_nothing_falls_out_of_the_histogram():
     """Shares of low and fatal xi of each label, by hand; an xi of 0 counts at the rim."""
     log_xi = torch.tensor([0.0, math.log(0.05), math.log(1e-5), -math.inf])
@@ -63,3 +72,15 @@ def test_one_line_for_each_cache_and_another_model_adds_its_own(files, tmp_path,
     mismatch.main([*words, "--budgets", "8,64"])
     again = capsys.readouterr().out.splitlines()
     assert again == printed[-len(again) :]
+    with pytest.raises(SystemExit) as stop:
+        mismatch.main([*words, "--budgets", "8", "--seed", "1"])
+    assert stop.value.code == 2 and "was made with another --seed" in capsys.readouterr().err
+
+
+def test_a_file_of_other_results_is_refused_before_anything_is_measured(files, tmp_path, capsys):
+    """And left as it was."""
+    (tmp_path / "m.jsonl").write_text('{"name": "full", "command": "", "kl": 0}\n')
+    with pytest.raises(SystemExit) as stop:
+        mismatch.main(["--model", str(files / "model"), "--out", str(tmp_path / "m.jsonl")])
+    assert stop.value.code == 2 and "m.jsonl, line 1 is a result of another kind" in capsys.readouterr().err
+    assert (tmp_path / "m.jsonl").read_text().count("\n") == 1
