@@ -215,13 +215,13 @@ def rollout(
         raise ValueError(f"group_size {group_size} and max_new_tokens {max_new_tokens} must be at least 1, {bounds}")
     began, c, weight = time.perf_counter(), model.config, model.embed_tokens.weight
     P, N, longest = len(prompts), len(prompts) * group_size, max(map(len, prompts)) + max_new_tokens
-    B = min(P, max(1, (rows or N) // group_size)) * group_size
+    B = min(P, max(1, (rows or N) // group_size)) * group_size  # rows of the cache
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(group_size)  # (N,)
     noise = torch.rand(N, 1 + max_new_tokens, generator=generator)  # a row's numbers follow each other
     seeds, eos = (noise[::group_size, 0] * (1 << 24)).long(), torch.tensor(list(eos_ids))  # (P,), (E,)
     settings |= {"max_length": longest, "dtype": weight.dtype, "device": weight.device}
     cache = cache_for(c, B, **settings)
-    cache.active = 0
+    cache.active = 0  # all of its rows are free
     if record:
         cache.record(N, longest)
 
@@ -251,9 +251,9 @@ def rollout(
     ends = torch.isin(tokens, eos)  # (N, R)
     finished = ends.any(1)
     lengths = torch.where(finished, ends.byte().argmax(1) + 1, max_new_tokens)  # (N,) up to the first EOS
-    rows = [torch.tensor(prompts[i // group_size] + tokens[i, :n].tolist()) for i, n in enumerate(lengths)]
+    texts = [torch.tensor(prompts[i // group_size] + tokens[i, :n].tolist()) for i, n in enumerate(lengths)]
     return Rollout(
-        tokens=pad_sequence(rows, batch_first=True),
+        tokens=pad_sequence(texts, batch_first=True),
         prompt_lengths=prompt_lengths,
         response_lengths=lengths,
         logp_sparse=logp_sparse[:, : lengths.max()].cpu(),
