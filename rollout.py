@@ -240,7 +240,8 @@ def rollout(
     given = (x.to(weight.device) for x in (prompt_lengths, noise[:, 1:], eos))
     draw = partial(sample, temperature=temperature, top_p=top_p)
     form = "{l_bar}{bar}| {elapsed}<{remaining}"
-    with tqdm(total=N * max_new_tokens, desc="rollout", bar_format=form, leave=False, disable=not progress) as bar:
+    how = {"bar_format": form, "leave": False, "mininterval": 0.5, "disable": not progress}
+    with tqdm(total=N * max_new_tokens, desc="rollout", **how) as bar:
         tokens, logp_sparse, cached_tokens = decode(model, cache, begin, *given, draw, bar)  # (N, R), (N, R)
     if not logp_sparse.isfinite().all():
         raise FloatingPointError(
