@@ -151,6 +151,16 @@ def prefill(model: Decoder, prompts: list[list[int]], cache: KVCache) -> Tensor:
     return model.head(torch.cat(last))
 
 
+def admit(model: Decoder, cache: KVCache, prompts: list[list[int]], group_size: int, **settings) -> Tensor:
+    """Give each prompt group_size free rows of the cache, prefilled once. Returns the logits (P * G, V) that follow."""
+    each = cache_for(model.config, len(prompts), **settings)
+    if cache[0].evicted_at is not None:
+        each.record(len(prompts), settings["max_length"])
+    logits = prefill(model, prompts, each)  # (P, V)
+    cache.take(each, group_size)
+    return logits.repeat_interleave(group_size, dim=0)
+
+
 def decode(
     model: Decoder, cache: KVCache, begin: Callable, seen: Tensor, u: Tensor, eos: Tensor, draw: Callable, bar: tqdm
 ) -> tuple[Tensor, Tensor, float]:
@@ -226,16 +236,8 @@ def rollout(
         cache.record(N, longest)
 
     def begin(first: int) -> Tensor | None:
-        """Prefill, once for its group, each prompt from this response on that finds room."""
         some = slice(first // group_size, (first + cache.free) // group_size)
-        if not prompts[some]:
-            return None
-        each = cache_for(c, len(prompts[some]), seeds=seeds[some], **settings)
-        if record:
-            each.record(len(prompts[some]), longest)
-        logits = prefill(model, prompts[some], each)  # (p, V)
-        cache.take(each, group_size)
-        return logits.repeat_interleave(group_size, dim=0)
+        return admit(model, cache, prompts[some], group_size, seeds=seeds[some], **settings) if prompts[some] else None
 
     given = (x.to(weight.device) for x in (prompt_lengths, noise[:, 1:], eos))
     draw = partial(sample, temperature=temperature, top_p=top_p)
