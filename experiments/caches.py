@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -31,13 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from answers import is_correct
 from eval import names as policies
 from experiments.commas import numbers
-from experiments.plot import pyplot
-from experiments.records import arguments, made_by, mean_stderr, read_results, shown
+from experiments.plot import draw_if_possible, pyplot
+from experiments.records import arguments, check_same, made_by, mean_stderr, read_results, shown
 from grpo import log_ratio, mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
 from model import Decoder, load_model
 from rollout import Rollout, cache_for, prefill, rescore, rollout_shared
-from runs import append, check_options, flag, one_sentence, option, parse_config, pick_device, table
+from runs import append, check_options, one_sentence, option, parse_config, pick_device, table
 from task import (
     ASSETS,
     TEMPLATE,
@@ -264,9 +264,8 @@ def main(argv: list[str] | None = None) -> None:
     with one_sentence(PROGRAM):
         cells, file = planned(config), Path(config.out)
         finished = read_results(file)
-        for result in finished.values():
-            if other := [key for key, x in compared(config).items() if result["settings"].get(key) != x]:
-                raise ValueError(f"{file} was made with another {flag(other[0])}: name another --out")
+        for name, result in finished.items():
+            check_same(name, result["settings"], compared(config), file)
     with one_sentence(PROGRAM, (OSError, FloatingPointError)):
         if missing := {name: cell for name, cell in cells.items() if name not in finished}:
             measure(config, given, missing, file)
@@ -274,11 +273,7 @@ def main(argv: list[str] | None = None) -> None:
         results = [*finished.values()]
         print(report(results))
         print(f"results are in {file}")
-        if find_spec("matplotlib"):
-            draw(results, file.with_suffix(".png"))
-            print(f"the figure is {file.with_suffix('.png')}")
-        else:  # what was measured does not depend on it
-            print("no figure: pip install -r requirements-dev.txt, and the same command draws it")
+        draw_if_possible(partial(draw, results), file.with_suffix(".png"))
 
 
 if __name__ == "__main__":

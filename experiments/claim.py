@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from plot import draw, draw_map, pyplot, read_run, series
 
 from experiments.commas import numbers
-from experiments.records import ROOT, arguments, made_by, mean_stderr, read_results, shown, shown_mean
+from experiments.records import ROOT, arguments, check_same, made_by, mean_stderr, read_results, shown, shown_mean
 from runs import append, check_options, checkpoints, flag, one_sentence, option, parse_config, table, write_json
 from task import ASSETS
 
@@ -195,14 +195,6 @@ def serve_run(name: str, model: Path, budget: int, out: Path) -> dict:
     return {"name": name, **made_by(command), "budget": budget, "results": results}
 
 
-def check_same(results: dict[str, dict], plan: dict[str, tuple[str, dict]], file: Path) -> None:
-    """ValueError if a finished run of the plan was made with other settings."""
-    for name in plan.keys() & results.keys():
-        made, settings = results[name]["settings"], plan[name][1]
-        if other := [key for key, value in settings.items() if shown(made.get(key)) != shown(value)]:
-            raise ValueError(f"{name} in {file} was made with another {flag(other[0])}: name another --out")
-
-
 def finish(jobs: dict[str, Callable[[], dict]], file: Path, workers: int) -> list[str]:
     """Do the jobs that have no line in the file, `workers` at a time, and add their lines. Returns what went wrong."""
     finished, wrong, one_at_a_time = read_results(file), [], Lock()
@@ -346,7 +338,9 @@ def report_serving(done: dict[str, list[dict]], total: int, config: Settings) ->
 def training(config: Settings, plan: dict[str, tuple[str, dict]], out: Path, workers: int) -> list[str]:
     """The missing runs of a part, then its summary. Returns what went wrong."""
     file = out / "runs.jsonl"
-    check_same(read_results(file), plan, file)
+    made = read_results(file)
+    for name in plan.keys() & made.keys():
+        check_same(name, made[name]["settings"], plan[name][1], file)
     try:
         return finish({name: partial(train_run, name, *run, out) for name, run in plan.items()}, file, workers)
     finally:  # also when it is stopped

@@ -16,7 +16,7 @@ import math
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,12 +27,12 @@ from answers import is_correct
 from experiments.caches import Ground
 from experiments.commas import numbers
 from experiments.look import pieces
-from experiments.plot import pyplot
-from experiments.records import arguments, made_by, read_results
+from experiments.plot import draw_if_possible, pyplot
+from experiments.records import arguments, check_same, made_by, read_results
 from grpo import log_ratio, mismatch_metrics
 from kvcache import COMPRESSORS, check_settings
 from rollout import Rollout, rescore
-from runs import append, check_options, flag, one_sentence, option, parse_config, table
+from runs import append, check_options, one_sentence, option, parse_config, table
 from task import ASSETS, TEMPLATE, response_text
 
 PROGRAM = "experiments/mismatch.py"
@@ -157,7 +157,7 @@ def report(lines: list[dict]) -> str:
     return "\n\n".join(text)
 
 
-def draw(lines: list[dict], file: Path, epsilon: float) -> None:
+def draw(lines: list[dict], epsilon: float, file: Path) -> None:
     """The histogram, low xi by kind and by cuts, rejection by length; a color a sampler."""
     figure, (spread, kinds, cuts, lengths) = pyplot().subplots(1, 4, figsize=(18, 4.2), layout="constrained")
     labels = sorted({label for line in lines for label in line["by_kind"]})
@@ -189,8 +189,8 @@ def main(argv: list[str] | None = None) -> None:
         names = {f"{label} {config.compressor} {budget}": budget for budget in numbers(config, "budgets")}
         finished = read_results(file, "by_cuts")
         for name in names.keys() & finished.keys():
-            if other := [n for n, x in asdict(config).items() if n not in FREE and finished[name]["settings"][n] != x]:
-                raise ValueError(f"{name!r} in {file} was made with another {flag(other[0])}: name another --out")
+            asked = {key: value for key, value in asdict(config).items() if key not in FREE}
+            check_same(name, finished[name]["settings"], asked, file)
         missing = {name: budget for name, budget in names.items() if name not in finished}
         if missing:
             ground = Ground.load(config)
@@ -201,11 +201,7 @@ def main(argv: list[str] | None = None) -> None:
         lines = [*read_results(file).values()]
         print(report(lines))
         print(f"results are in {file}")
-        if find_spec("matplotlib"):
-            draw(lines, file.with_suffix(".png"), config.epsilon)
-            print(f"the figure is {file.with_suffix('.png')}")
-        else:
-            print("no figure: that needs matplotlib (pip install -r requirements-dev.txt)")
+        draw_if_possible(partial(draw, lines, config.epsilon), file.with_suffix(".png"))
 
 
 if __name__ == "__main__":

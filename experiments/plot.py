@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -63,6 +65,15 @@ def pyplot():
     from matplotlib import pyplot
 
     return pyplot
+
+
+def draw_if_possible(draw: Callable[[Path], None], file: Path) -> None:
+    """draw(file), or a line that says what it takes: what was measured does not depend on matplotlib."""
+    if find_spec("matplotlib"):
+        draw(file)
+        print(f"the figure is {file}")
+    else:
+        print("no figure: pip install -r requirements-dev.txt, and the same command draws it")
 
 
 def draw(groups: dict[str, list[dict]], file: Path) -> None:

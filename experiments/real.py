@@ -23,7 +23,7 @@ import shutil
 import statistics
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import warm_start
 import words
-from plot import draw, read_run
+from plot import draw, draw_if_possible, read_run
 
 import eval as evaluation
 import train
@@ -217,11 +217,9 @@ def main(argv: list[str] | None = None) -> None:
                     print(report(list(finished(config).values())), flush=True)
         lines = list(finished(config).values())
         print(report(lines), summary(lines), sep="\n\n")
-        if find_spec("matplotlib"):
-            arms = {arm: [curves(line) for line in lines if line["arm"] == arm] for arm in ARMS}
-            file = Path(config.out) / f"{config.setting}.png"
-            draw({arm: runs for arm, runs in arms.items() if runs}, file)
-            print(f"the figure is {file}")
+        arms = {arm: [curves(line) for line in lines if line["arm"] == arm] for arm in ARMS}
+        groups = {arm: runs for arm, runs in arms.items() if runs}
+        draw_if_possible(partial(draw, groups), Path(config.out) / f"{config.setting}.png")
 
 
 if __name__ == "__main__":

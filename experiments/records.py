@@ -61,6 +61,12 @@ def read_results(file: Path, holds: str = "name") -> dict[str, dict]:
     return results
 
 
+def check_same(name: str, made: dict, asked: dict, file: Path) -> None:
+    """ValueError if a finished result was made with other settings than those asked for."""
+    if other := [key for key, value in asked.items() if shown(made.get(key)) != shown(value)]:
+        raise ValueError(f"{name} in {file} was made with another {flag(other[0])}: name another --out")
+
+
 def mean_stderr(values: list[float]) -> dict:
     """Mean, and standard error of a mean over seeds or responses (None for a single one)."""
     stderr = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
