@@ -291,6 +291,12 @@ def rollout_shared(
 # ------------------------------------------------------------------------------------------------ dense scoring
 
 
+def entropies(logp: Tensor, few: int = 64) -> Tensor:
+    """Entropy (n,) in nats of each row of log-probs (n, V); a few at a time, so that a processor's cache holds them."""
+    least = torch.finfo(logp.dtype).min  # 0 log 0 is 0
+    return torch.cat([-(some.exp() * some.clamp(min=least)).sum(-1) for some in logp.split(few)])
+
+
 def token_logprobs(
     hidden: Tensor, head: Callable, targets: Tensor, *, temperature: float = 1, chunk: int = 1024, entropy: bool = False
 ) -> tuple[Tensor, ...]:
@@ -303,10 +309,7 @@ def token_logprobs(
     def piece(h: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         logp = log_softmax_at(head(h), temperature)  # (chunk, V)
         found = logp.gather(-1, target[:, None])[:, 0]
-        if not entropy:
-            return (found,)
-        every = logp.detach().clamp(min=torch.finfo(logp.dtype).min)  # 0 log 0 is 0
-        return found, -every.exp().mul_(every).sum(-1)
+        return (found, entropies(logp.detach())) if entropy else (found,)
 
     apply = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
     *others, last = zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True)
