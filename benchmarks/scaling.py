@@ -100,11 +100,11 @@ def step_seconds(cache: dict, prompt: int, model: Decoder, rows: int, length: in
 
 def measure(config: Settings, model: Decoder) -> list[dict]:
     """Every point: {"axis", "at", "cache", "seconds", "bytes"}; on the axis `whole` the seconds of a rollout."""
-    found = []
+    found, lengths = [], numbers(config, "lengths")
+    step_seconds(config.caches["full"], 1, model, config.row, min(lengths))  # the first of a process is slower
     for axis, places in axes(config, model).items():
         cases = [(at, name) for at in places for name in config.caches]
         spent = {case: [] for case in cases}
-        step_seconds(config.caches["full"], 1, *next(iter(places.values())))  # the first of a process is slower
         for at, name in cases * config.repeats:
             prompt = places[at][2] - config.steps - 2  # the last tokens are sampled, not fed
             spent[at, name].append(float(step_seconds(config.caches[name], prompt, *places[at]).mean()))
@@ -116,7 +116,6 @@ def measure(config: Settings, model: Decoder) -> list[dict]:
             found.append(
                 {"axis": axis, "at": at, "cache": name, "seconds": statistics.median(spent[at, name]), "bytes": size}
             )
-    lengths = numbers(config, "lengths")
     for name, cache in config.caches.items():
         until = step_seconds(cache, config.steps, model, config.row, max(lengths)).cumsum(0)  # (steps,)
         at = {length: float(until[length - config.steps - 3]) for length in lengths}

@@ -502,6 +502,13 @@ def test_token_logprobs_equal_log_softmax(chunk, temperature, dtype, tolerance):
         assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("few", [1, 4, 64])
+def test_entropies_are_the_same_bits_however_many_rows_at_a_time(few):
+    """21 rows, of 1, 4 (the last group shorter) or more at a time: each keeps its place and its bits."""
+    logp = torch.randn(21, 50, generator=torch.Generator().manual_seed(few)).log_softmax(-1)  # (n, V)
+    assert torch.equal(module.entropies(logp, few), -(logp.exp() * logp).sum(-1))
+
+
 def test_logprobs_are_taken_at_the_sampling_temperature():
     """Logits [2, 1, 0, -1] at T = 0.6 give token 1 a log-prob of -1.8747 (trl PR 3029, 4159)."""
     (logp,) = module.token_logprobs(torch.tensor([[2.0, 1, 0, -1]]), lambda h: h, torch.tensor([1]), temperature=0.6)
